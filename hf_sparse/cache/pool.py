@@ -1,0 +1,184 @@
+"""The block pool of one device: slots, block ids, residency, and the host tier behind it.
+
+All layers, rows and KV heads share one pool. A block id names a block of one KV head for its whole life; a layer's
+table maps (row, KV head, block) to ids, and several rows (beams, forks) may name the same id. Which ids are in use is
+never counted: it is read off the tables when free ids run out (`sweep`), so nothing can leak and no step has to count.
+
+Without a host tier ids are slots and the pool grows with the context. With one the slots are fixed by the byte budget,
+every closed block is written through to the host tier once, and `slot_of` says which blocks have a slot.
+"""
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+
+import torch
+
+from ..sizes import format_bytes
+from .host import available_host_bytes, reserve_host
+
+
+class BlockPool:
+    """Slots of `elements` values each, on one device.
+
+    Args:
+        elements: values a block: block_size * (key dim + value dim).
+        budget: bytes of the pool, or None to grow with the context.
+        host_bytes: bytes of the host tier; 0 for none, None for half of what the machine has left.
+
+    Raises:
+        ValueError: the host tier can't be reserved.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, elements: int, budget: int | None,
+                 host_bytes: int | None):
+        self.device, self.dtype, self.elements = device, dtype, elements
+        self.budget = budget
+        self.block_bytes = elements * dtype.itemsize
+        self.users: weakref.WeakSet = weakref.WeakSet()
+        self.lock = threading.RLock()
+        self.kv = torch.zeros(1, elements, dtype=dtype, device=device)     # slot 0 is scratch
+        self.free = torch.empty(0, dtype=torch.int64, device=device)
+        self.cursor = 0                                                    # ids of `free` handed out so far
+        self.dirty = False                                                 # blocks were dropped since the last sweep
+        self.host = None
+        if host_bytes != 0:
+            size = available_host_bytes() // 2 if host_bytes is None else host_bytes
+            self.host_capacity = size // self.block_bytes
+            if self.host_capacity < 2:
+                raise ValueError(f"host_memory={size} bytes holds no block of {self.block_bytes} bytes; raise it.")
+            self.host = reserve_host(self.host_capacity, elements, dtype)
+            self.slot_of = torch.zeros(1, dtype=torch.int64, device=device)
+            self.block_in = torch.zeros(1, dtype=torch.int64, device=device)
+            self.priority = torch.full((1,), -math.inf, dtype=torch.float64, device=device)
+            self.pinned = torch.ones(1, dtype=torch.bool, device=device)
+            self.clock = torch.zeros(1, dtype=torch.float64, device=device)
+            self.counters = torch.zeros(2, dtype=torch.int64, device=device)
+
+    @property
+    def tiered(self) -> bool:
+        return self.host is not None
+
+    @property
+    def slots(self) -> int:
+        """Slots in the pool, the scratch slot included."""
+        return self.kv.shape[0]
+
+    @property
+    def ids(self) -> int:
+        """Block ids there are, the scratch id included."""
+        return self.slot_of.shape[0] if self.tiered else self.slots
+
+    def tiers(self) -> list[torch.Tensor]:
+        """The pool as the flat list of tensors that kernels take (kernels/reference/fetch.py)."""
+        if not self.tiered:
+            return [self.kv]
+        return [self.kv, self.host, self.slot_of, self.block_in, self.priority, self.pinned, self.clock,
+                self.counters]
+
+    # -- who uses it --------------------------------------------------------------------------------------------
+    def join(self, layer) -> None:
+        """Register a layer; its table decides which ids are in use."""
+        with self.lock:
+            self.users.add(layer)
+
+    def drop(self) -> None:
+        """Some layer let go of its blocks; they are found at the next sweep."""
+        self.dirty = True
+
+    def blocks_in_use(self) -> int:
+        """Ids that some table names, the scratch id excluded. Synchronises."""
+        return int(self._live().sum())
+
+    def _live(self) -> torch.Tensor:
+        live = torch.zeros(self.ids, dtype=torch.bool, device=self.device)
+        for layer in list(self.users):
+            if layer.table is not None:
+                live[layer.table.reshape(-1)] = True
+        live[0] = False
+        return live
+
+    # -- ids ----------------------------------------------------------------------------------------------------
+    def allocate(self, count: int, expected: int = 0) -> torch.Tensor:
+        """`count` fresh block ids, [count] int64.
+
+        Args:
+            expected: further blocks that the caller knows will be asked for, so that the pool grows once.
+
+        Raises:
+            ValueError: the byte budget or the host tier is used up; nothing has changed then.
+        """
+        with self.lock:
+            if self.dirty or self.free.shape[0] - self.cursor < count:
+                self.sweep()
+            short = count - self.free.shape[0]
+            if short > 0:
+                self._grow(short, max(expected, self.ids // 4))
+            taken = self.free[self.cursor:self.cursor + count]
+            self.cursor += count
+            return taken
+
+    def sweep(self) -> None:
+        """Find the ids that no table names, and give up the slots of their blocks. Synchronises."""
+        live = self._live()
+        # Ids already handed out but not yet in a table belong to the caller of `allocate` alone, which holds the lock.
+        dead = ~live
+        dead[0] = False
+        self.free, self.cursor, self.dirty = dead.nonzero().squeeze(1), 0, False
+        if self.tiered:
+            gone = dead[self.block_in] & (self.block_in > 0)
+            self.slot_of[torch.where(gone, self.block_in, 0)] = 0
+            self.block_in[gone] = 0
+            self.priority[gone] = -math.inf
+            self.pinned[gone] = False
+
+    def _grow(self, needed: int, extra: int) -> None:
+        if self.tiered:
+            total = min(self.ids + needed + extra, self.host_capacity)
+            if total < self.ids + needed:
+                raise ValueError(
+                    f"The host tier is full: {self.ids - 1 + needed} blocks of {self.block_bytes} bytes are needed, "
+                    f"host_memory holds {self.host_capacity - 1}. Give host_memory at least "
+                    f"{format_bytes((self.ids + needed) * self.block_bytes)}, or a shorter context. "
+                    "Nothing in the cache was lost.")
+            first, self.slot_of = self.ids, _extend(self.slot_of, total)
+        else:
+            total = self.slots + needed + extra
+            if self.budget is not None:
+                side = sum(layer.side_bytes() for layer in list(self.users))
+                total = min(total, (self.budget - side) // self.block_bytes)
+                if total < self.slots + needed:
+                    raise ValueError(
+                        f"gpu_memory is used up: this context needs at least "
+                        f"{format_bytes((self.slots + needed) * self.block_bytes + side)} and there is no host tier. "
+                        "Raise gpu_memory or set host_memory. Nothing in the cache was lost.")
+            first, self.kv = self.slots, _extend(self.kv, total)
+        fresh = torch.arange(first, total, device=self.device)
+        self.free, self.cursor = torch.cat([self.free[self.cursor:], fresh]), 0
+
+    # -- slots of a tiered pool ---------------------------------------------------------------------------------
+    def resize(self, slots: int) -> None:
+        """Set the number of slots, keeping pinned blocks and then those of the highest priority."""
+        if slots == self.slots:
+            return
+        order = torch.where(self.pinned, math.inf, self.priority)
+        order[0] = math.inf
+        order[self.block_in == 0] = -math.inf
+        order[0] = math.inf
+        keep = torch.argsort(order, descending=True, stable=True)[:slots].sort().values
+        count = keep.shape[0]
+        lost = torch.ones(self.slots, dtype=torch.bool, device=self.device)
+        lost[keep] = False
+        self.slot_of[torch.where(lost, self.block_in, 0)] = 0
+        for name, fill in (("kv", 0), ("block_in", 0), ("priority", -math.inf), ("pinned", False)):
+            setattr(self, name, _extend(getattr(self, name)[keep], slots, fill))
+        # Keeping slot order means slot 0 stays slot 0.
+        self.slot_of[self.block_in[:count]] = torch.arange(count, device=self.device)
+        self.slot_of[0] = 0
+        self.block_in[0] = 0
+
+
+def _extend(tensor: torch.Tensor, rows: int, fill=0) -> torch.Tensor:
+    extra = tensor.new_full((rows - tensor.shape[0], *tensor.shape[1:]), fill)
+    return torch.cat([tensor, extra])

@@ -1,0 +1,44 @@
+"""The part of transformers' cache-layer protocol that is the same for all of our layers."""
+from __future__ import annotations
+
+import torch
+
+from ..compat import CacheLayerMixin
+
+
+class LayerProtocol(CacheLayerMixin):
+    """Flags and small methods that transformers asks of every layer, in every version since 5.0."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:                   # its name before transformers 5.20
+        return -1
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: everything is kept."""
+
+    def offload(self) -> None:
+        """Nothing to do: the pool has its own tiers."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: the pool has its own tiers."""
+
+    def check_batch(self, batch: int) -> None:
+        if batch != self.batch:
+            raise ValueError(
+                f"This cache holds {self.batch} sequence(s) but the batch has {batch}. Call "
+                "cache.batch_repeat_interleave(n) or cache.batch_select_indices(indices) to change the batch, "
+                "cache.reset() to start again, or use a new cache.")
+
+    def to_remove(self, tokens: int) -> int:
+        """Tokens that `crop(tokens)` removes: up to 5.15 a positive length to keep, later a negative count."""
+        length = self.get_seq_length()
+        if torch.is_tensor(tokens):
+            tokens = int(tokens)
+        return min(length, -tokens) if tokens <= 0 else max(0, length - tokens)

@@ -1,0 +1,234 @@
+"""PSACache: the cache that a user builds, one layer object per layer of the model."""
+from __future__ import annotations
+
+import copy
+import weakref
+
+import torch
+
+from ..compat import Cache, chunk_of, is_plain_layer, is_sliding_layer, template_layers
+from ..config import FORK_FIELDS, PSAConfig
+from ..selection.rounds import largest_round
+from ..sizes import format_bytes
+from .layer import PSALayer
+from .state import CacheState
+from .window import WindowLayer
+
+
+class PSACache(Cache):
+    """A KV cache whose decode step reads only the blocks that matter.
+
+    Pass it to `generate()` or to a model's forward as `past_key_values=` (any version of transformers) or `cache=`
+    (from 5.24). On a model patched with `patch_model` decoding is sparse; on any other it is exact, dense, and says
+    so once.
+
+    Args:
+        model_config: `model.config`.
+        config: PSAConfig, a preset's name, a dict or None; `overrides` change fields of it.
+
+    Raises:
+        TypeError, ValueError: settings that make no sense, a byte budget that is too small for one sequence.
+        NotImplementedError: a model with cache layers that are neither attention nor transformers' own state.
+    """
+
+    def __init__(self, model_config, config: PSAConfig | str | dict | None = None, **overrides):
+        if not hasattr(model_config, "get_text_config"):
+            raise TypeError(f"PSACache takes a model's config first (model.config), got {type(model_config).__name__}.")
+        if getattr(model_config, "is_encoder_decoder", False):
+            raise NotImplementedError("Encoder-decoder models are not supported: PSACache serves decoder-only models. "
+                                      "Use transformers' own cache for this model.")
+        self.config = PSAConfig.build(config, **overrides)
+        text = model_config.get_text_config(decoder=True)
+        templates = template_layers(text)
+        if not templates:
+            raise ValueError("The config names no layers (num_hidden_layers); PSACache needs a language model's config.")
+        self.state = CacheState(self.config, layers=sum(map(is_plain_layer, templates)))
+        layers = [self._mirror(text, index, layer) for index, layer in enumerate(templates)]
+        self.fingerprint = model_fingerprint(text)
+        self._check_budget(text)
+        self._model = None
+        super().__init__(layers=layers)
+
+    def _mirror(self, config, index: int, layer):
+        if is_plain_layer(layer):
+            return PSALayer(self.state, index)
+        if is_sliding_layer(layer):
+            return WindowLayer(self.state, index, layer.sliding_window, chunk_of(config, index))
+        if hasattr(layer, "conv_states") and not hasattr(layer, "keys") or getattr(layer, "is_dummy", False) \
+                or type(layer).__name__ in ("DummyLayer", "LinearAttentionLayer"):
+            return layer                                    # no keys and values: transformers' own state
+        raise NotImplementedError(
+            f"Layer {index} of this model needs a {type(layer).__name__}, which PSACache can't replace. Use "
+            "transformers' own cache for this model.")
+
+    def _check_budget(self, text) -> None:
+        budget = self.config.gpu_bytes
+        if budget is None or self.config.host_bytes == 0 or not self.state.layers:
+            return
+        try:
+            least = self._least_bytes(text, torch.float16, 1)
+        except AttributeError:
+            return                                          # unusual config: checked when the first tokens arrive
+        if budget < least:
+            raise ValueError(f"gpu_memory={self.config.gpu_memory!r} is too small even for one short sequence of this "
+                             f"model in 16 bits; it needs at least {format_bytes(least)}, and more for longer contexts, "
+                             "wider types and batches.")
+
+    def _least_bytes(self, text, dtype: torch.dtype, batch: int) -> int:
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        config = self.config
+        pinned = self.state.layers * batch * heads * (config.sink_blocks + config.recent_blocks + 2)
+        slots = 1 + pinned + batch * heads * largest_round(config.round_blocks)
+        return slots * config.block_size * 2 * dim * dtype.itemsize
+
+    # -- what transformers asks -------------------------------------------------------------------------------------
+    @property
+    def sparse_layers(self) -> list[PSALayer]:
+        return [layer for layer in self.layers if isinstance(layer, PSALayer)]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove tokens at the end of every row; a negative number says how many.
+
+        Raises:
+            ValueError: a sliding layer no longer has the tokens before them; nothing is changed then.
+        """
+        for layer in self.layers:
+            if isinstance(layer, WindowLayer):
+                layer.check_crop(tokens_to_remove)
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that the cache holds, -1 while it is empty."""
+        for layer in self.layers:
+            if getattr(layer, "is_initialized", False) and hasattr(layer, "batch"):
+                return layer.batch
+        return -1
+
+    def reset(self) -> None:
+        super().reset()
+        self._model = None
+
+    # -- forks ------------------------------------------------------------------------------------------------------
+    def fork(self, **overrides) -> PSACache:
+        """A second cache that starts from the same tokens and shares their blocks; only open blocks are copied.
+
+        Args:
+            overrides: fields of the config that say how blocks are chosen (threshold, policy, ...).
+
+        Raises:
+            ValueError: a field that says how blocks are stored, which the two caches share.
+        """
+        for name in overrides:
+            if name not in FORK_FIELDS:
+                raise ValueError(f"A fork shares its blocks, so {name!r} can't change. It can change: "
+                                 f"{', '.join(FORK_FIELDS)}.")
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.config = self.config.replace(**overrides) if overrides else self.config
+        new.state = CacheState(new.config, self.state.layers, self.state.pools, self.state.devices,
+                               self.state.dense_expected, self.state.warned)
+        new.layers = [layer.fork(new.state) if hasattr(layer, "fork") else copy.deepcopy(layer)
+                      for layer in self.layers]
+        return new
+
+    def __deepcopy__(self, memo) -> PSACache:
+        # transformers' recipe for reusing a prefix is copy.deepcopy(cache); it must not copy the pool.
+        new = self.fork()
+        memo[id(self)] = new
+        return new
+
+    def __copy__(self):
+        raise TypeError("copy.copy(cache) would share the layers' state between two caches; use cache.fork().")
+
+    def __reduce__(self):
+        raise TypeError("A PSACache can't be pickled: its blocks live in a pool that other caches may share.")
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __bool__(self) -> bool:
+        return True                                         # an empty cache is still a cache
+
+    def __repr__(self) -> str:
+        return (f"PSACache(layers={len(self.layers)}, sparse={len(self.sparse_layers)}, "
+                f"tokens={self.get_seq_length()}, batch={self.batch_size})")
+
+    # -- belonging to a model -----------------------------------------------------------------------------------------
+    def bind(self, model) -> None:
+        """Remember whose keys these are.
+
+        Raises:
+            ValueError: the cache was built for another architecture, or holds another model's tokens.
+        """
+        fingerprint = model_fingerprint(model.config.get_text_config(decoder=True))
+        if fingerprint != self.fingerprint:
+            raise ValueError(f"This PSACache was built for {self.fingerprint}, the model is {fingerprint}. Build one "
+                             "with PSACache(model.config).")
+        owner = self._model() if self._model is not None else None
+        if owner is not None and owner is not model and self.get_seq_length() > 0:
+            raise ValueError("This PSACache holds the keys and values of another model. Use a new cache, or call "
+                             "cache.reset() first.")
+        self._model = weakref.ref(model)
+
+    # -- statistics -----------------------------------------------------------------------------------------------------
+    def stats(self) -> dict:
+        """What decoding has read so far. Synchronises with the device.
+
+        Returns:
+            A dict: steps and sparse_steps (decoded tokens, of which sparse), blocks_read and blocks_held (summed over
+            rows, KV heads, layers and sparse steps), kv_fraction (their ratio, None before the first sparse step),
+            coverage (mean estimated share of the attention mass gathered), coverage_true (with verify=True), hits,
+            misses and hit_rate of the pool, bytes by tier, materialized (times that dense keys or values were handed
+            out), and layers, a dict for each with the same figures, captured_log_mass [B][Hq] of the last step and,
+            with record_steps, the history of blocks read a row and KV head.
+        """
+        layers, sparse = [], []
+        materialized = 0
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, PSALayer):
+                layers.append(layer.stats.as_dict(index, layer.kind, self.config.verify))
+                sparse.append(layers[-1])
+                materialized += layer.stats.materialized
+            else:
+                layers.append({"layer": index, "kind": getattr(layer, "kind", "native")})
+                materialized += getattr(layer, "materialized", 0)
+        read, held = (sum(entry[name] for entry in sparse) for name in ("blocks_read", "blocks_held"))
+        hits, misses = 0, 0
+        device = host = digest = 0
+        pools = {id(layer.pool): layer.pool for layer in self.sparse_layers if layer.pool is not None}
+        for pool in pools.values():
+            device += pool.kv.numel() * pool.dtype.itemsize
+            if pool.tiered:
+                counted = pool.counters.tolist()
+                hits, misses = hits + counted[0], misses + counted[1]
+                host += pool.blocks_in_use() * pool.block_bytes
+        for layer in self.layers:
+            if getattr(layer, "is_initialized", False) and hasattr(layer, "side_bytes"):
+                device += layer.side_bytes()
+                if isinstance(layer, PSALayer):
+                    digest += layer.digests.bytes_for(layer.batch, layer.heads, layer.table.shape[2])
+        return {
+            "steps": max((entry["steps"] for entry in sparse), default=0),
+            "sparse_steps": max((entry["sparse_steps"] for entry in sparse), default=0),
+            "blocks_read": read, "blocks_held": held, "kv_fraction": read / held if held else None,
+            "coverage": _mean(sparse, "coverage"), "coverage_true": _mean(sparse, "coverage_true"),
+            "hits": hits, "misses": misses, "hit_rate": hits / (hits + misses) if hits + misses else None,
+            "bytes": {"device": device, "host": host, "digest": digest},
+            "materialized": materialized,
+            "layers": layers,
+        }
+
+
+def model_fingerprint(config) -> str:
+    """What must be equal for a cache of one model to fit another."""
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    return (f"{getattr(config, 'model_type', '?')} with {getattr(config, 'num_hidden_layers', '?')} layers, "
+            f"hidden size {getattr(config, 'hidden_size', '?')}, {heads} KV heads")
+
+
+def _mean(entries: list[dict], name: str) -> float | None:
+    values = [entry[name] for entry in entries if entry[name] is not None]
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,75 @@
+"""What the layers of one cache share: the config, the pools (one a device), and what is known of the model."""
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+
+from ..config import PSAConfig
+from ..selection.rounds import largest_round
+from ..sizes import format_bytes
+from .pool import BlockPool
+
+
+@dataclass
+class CacheState:
+    """Shared by the layers of one cache; `pools` also by its forks."""
+
+    config: PSAConfig
+    layers: int                                             # sparse layers in the model
+    pools: dict = field(default_factory=dict)
+    devices: int = 1                                        # devices that the model's layers are on
+    dense_expected: bool = False                            # patch_model has already said that this model is dense
+    warned: bool = False
+
+    def pool(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
+        """The pool for this layer's blocks: the one of its device."""
+        config = self.config
+        elements = config.block_size * (keys.shape[-1] + values.shape[-1])
+        key = (keys.device, keys.dtype, elements)
+        if key not in self.pools:
+            if config.gpu_bytes is not None and any(device == keys.device for device, *_ in self.pools):
+                raise NotImplementedError(
+                    "Layers of this model have different key or value sizes, which one pool with a byte budget can't "
+                    "hold. Leave gpu_memory at 'auto'.")
+            self.pools[key] = BlockPool(keys.device, keys.dtype, elements, config.gpu_bytes, config.host_bytes)
+        return self.pools[key]
+
+    def fit(self, pool: BlockPool) -> None:
+        """Give the pool the slots that its budget leaves beside digests and tables, or say what would do.
+
+        Raises:
+            ValueError: not even the smallest pool that can take a step fits.
+        """
+        if not pool.tiered:
+            return
+        users = list(pool.users)
+        # At the first prompt layers join one after the other; count the ones to come, so that what can't work is
+        # refused before anything is stored and the pool is laid out once.
+        scale = max(1.0, self.layers / len(users)) if self.devices == 1 else 1.0
+        other = int(sum(user.side_bytes() for user in users) * scale)
+        least = minimum_slots(users, self.config, scale)
+        most = least + int(sum(user.table.numel() for user in users) * scale)
+        slots = most if pool.budget is None else min(most, (pool.budget - other) // pool.block_bytes)
+        if slots < least:
+            raise ValueError(
+                f"gpu_memory={self.config.gpu_memory!r} is too small: this context and batch need at least "
+                f"{format_bytes(other + least * pool.block_bytes)} ({least} slots of {pool.block_bytes} bytes, and "
+                f"{other} bytes of digests and tables). Raise gpu_memory. Nothing in the cache was lost.")
+        pool.resize(slots)
+
+    def warn_dense(self) -> None:
+        """Once a cache: dense keys and values were asked for."""
+        if self.dense_expected or self.warned:
+            return
+        self.warned = True
+        warnings.warn("This PSACache hands out dense keys and values: attention is exact but not sparse. Patch the "
+                      "model with hf_sparse.patch_model(model) before using the cache.", UserWarning, stacklevel=4)
+
+
+def minimum_slots(users, config: PSAConfig, scale: float = 1.0) -> int:
+    """Slots below which a step can't run: scratch, what every layer keeps pinned, and one round of the widest."""
+    pinned = int(sum(user.pinned_blocks() for user in users) * scale)
+    widest = max(user.batch * user.heads for user in users)
+    return 1 + pinned + widest * largest_round(config.round_blocks)

@@ -1,0 +1,217 @@
+"""The cache of a sliding-window or chunked-attention layer: a ring of the last tokens, read densely."""
+from __future__ import annotations
+
+import torch
+
+from ..kernels.reference.dense import exact_attention
+from .handle import KVHandle, KVLength, Pending
+from .protocol import LayerProtocol
+from .state import CacheState
+
+# Tokens beyond the window that the ring keeps, so that drafts can be taken back.
+SLACK = 64
+QUERY_CHUNK = 512
+
+
+class WindowLayer(LayerProtocol):
+    """Keys and values of the last tokens, padding included, at index `position % capacity`.
+
+    Positions are padded ones, as transformers counts its windows. `window` tokens are visible to a query, its own
+    among them; with `chunk`, those of its own chunk of the row.
+    """
+
+    kind = "window"
+    is_sliding = True
+
+    def __init__(self, state: CacheState, index: int, window: int, chunk: int | None = None):
+        super().__init__()
+        self.state, self.index, self.window, self.chunk = state, index, window, chunk
+        self.sliding_window = window
+        self.materialized = 0
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.length, self.batch, self.capacity = 0, 0, 0
+        self.ring_keys = self.ring_values = self.ring_valid = self.first = None
+        self.pending: Pending | None = None
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        value_states = key_states if value_states is None else value_states
+        self.device, self.dtype = key_states.device, key_states.dtype
+        self.batch = key_states.shape[0]
+        self.capacity = self.window + SLACK
+        batch, heads, _, dim = key_states.shape
+        self.ring_keys = key_states.new_zeros(batch, heads, self.capacity, dim)
+        self.ring_values = key_states.new_zeros(batch, heads, self.capacity, value_states.shape[-1])
+        self.ring_valid = torch.zeros(batch, self.capacity, dtype=torch.bool, device=self.device)
+        # Padded position of each row's first real token, from which chunks are counted; -1: none yet.
+        self.first = torch.full((batch,), -1, dtype=torch.int64, device=self.device)
+        self.is_initialized = True
+
+    def side_bytes(self) -> int:
+        if not self.is_initialized:
+            return 0
+        return (self.ring_keys.numel() + self.ring_values.numel()) * self.ring_keys.element_size()
+
+    # -- transformers' protocol -----------------------------------------------------------------------------------
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Accept new tokens [B, H, q, D]; they are stored when attention runs. Returns two `KVHandle`s."""
+        self._flush()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.check_batch(key_states.shape[0])
+        self.pending = Pending(key_states, value_states, self.length)
+        visible = self._past(self.length) + key_states.shape[2]
+        return KVHandle(self, "keys", self.pending, visible), KVHandle(self, "values", self.pending, visible)
+
+    def _flush(self) -> None:
+        if self.pending is not None and not self.pending.committed:
+            self._store(self.pending, None)
+
+    def _past(self, length: int) -> int:
+        """Stored tokens that a next token could see."""
+        return min(length, self.window - 1)
+
+    def get_seq_length(self) -> int:
+        waiting = self.pending is not None and not self.pending.committed
+        return self.length + (self.pending.count if waiting else 0)
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        count = query_length.shape[0] if torch.is_tensor(query_length) else query_length
+        length = self.get_seq_length()
+        past = self._past(length)
+        return KVLength(past + count, self), length - past
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    # -- storing --------------------------------------------------------------------------------------------------
+    def _indices(self, low: int, high: int) -> torch.Tensor:
+        return torch.arange(low, high, device=self.device) % self.capacity
+
+    def _before(self, pending: Pending) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values and validity of the tokens before `pending` that it may see."""
+        index = self._indices(pending.start - self._past(pending.start), pending.start)
+        return self.ring_keys[:, :, index], self.ring_values[:, :, index], self.ring_valid[:, index]
+
+    def _store(self, pending: Pending, valid: torch.Tensor | None):
+        """Put the new tokens into the ring; returns everything they may see, themselves included."""
+        keys, values, flags = self._before(pending)
+        count = pending.count
+        if valid is None:
+            valid = torch.ones(self.batch, count, dtype=torch.bool, device=self.device)
+        everything = (torch.cat([keys, pending.keys], 2), torch.cat([values, pending.values], 2),
+                      torch.cat([flags, valid], 1))
+        if pending.committed:
+            return everything
+        if self.record_past and self.window + count > self.capacity:
+            self._enlarge(self.window + count)
+        first = pending.start + valid.long().argmax(1)
+        self.first = torch.where((self.first < 0) & valid.any(1), first, self.first)
+        kept = min(count, self.capacity)
+        index = self._indices(pending.start + count - kept, pending.start + count)
+        self.ring_keys[:, :, index] = pending.keys[:, :, count - kept:]
+        self.ring_values[:, :, index] = pending.values[:, :, count - kept:]
+        self.ring_valid[:, index] = valid[:, count - kept:]
+        self.length = pending.start + count
+        pending.committed = True
+        return everything
+
+    def _enlarge(self, capacity: int) -> None:
+        old = self._indices(max(0, self.length - self.capacity), self.length)
+        kept = (self.ring_keys[:, :, old], self.ring_values[:, :, old], self.ring_valid[:, old])
+        low, self.capacity = max(0, self.length - self.capacity), capacity
+        new = self._indices(low, self.length)
+        for name, part in zip(("ring_keys", "ring_values"), kept):
+            ring = part.new_zeros(*part.shape[:2], capacity, part.shape[3])
+            ring[:, :, new] = part
+            setattr(self, name, ring)
+        self.ring_valid = kept[2].new_zeros(self.batch, capacity)
+        self.ring_valid[:, new] = kept[2]
+
+    def materialise(self, which: str, pending: Pending) -> torch.Tensor:
+        """Dense keys or values for code that is not ours: the visible past and the new tokens."""
+        keys, values, _ = self._store(pending, None)
+        self.state.warn_dense()
+        self.materialized += 1
+        return keys if which == "keys" else values
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+    def attend(self, query, pending: Pending, valid, mask, scaling: float, softcap: float, sinks, dense_step):
+        """Store the new tokens and attend within the window; see `PSALayer.attend`."""
+        start, count = pending.start, query.shape[2]
+        keys, values, flags = self._store(pending, valid)
+        past = keys.shape[2] - count
+        if mask is not None:
+            mask = mask[..., -keys.shape[2]:]
+            if mask.dtype == torch.bool:
+                mask = mask | ~mask.any(-1, keepdim=True)
+            return exact_attention(query, keys, values, mask, scaling, softcap, sinks)
+        outputs = []
+        for low in range(0, count, QUERY_CHUNK):
+            high = min(low + QUERY_CHUNK, count)
+            left = max(0, past + low - self.window + 1)
+            seen = torch.arange(left, past + high, device=query.device)
+            own = torch.arange(past + low, past + high, device=query.device)[:, None]
+            pattern = ((seen <= own) & (seen > own - self.window))[None]
+            if self.chunk is not None:
+                pattern = pattern & self._same_chunk(start - past + seen, start - past + own)
+            pattern = (pattern & flags[:, None, left:past + high]) | (seen == own)
+            outputs.append(exact_attention(query[:, :, low:high], keys[:, :, left:past + high],
+                                           values[:, :, left:past + high], pattern[:, None], scaling, softcap, sinks))
+        return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+
+    def _same_chunk(self, seen: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        first = self.first.clamp(min=0).view(-1, 1, 1)
+        chunk = lambda position: torch.div(position - first, self.chunk, rounding_mode="floor")  # noqa: E731
+        return chunk(seen) == chunk(own)
+
+    # -- rows -----------------------------------------------------------------------------------------------------------
+    def _take_rows(self, index: torch.Tensor) -> None:
+        self._flush()
+        if not self.is_initialized:
+            return
+        index = index.to(self.device)
+        self.ring_keys, self.ring_values = self.ring_keys[index], self.ring_values[index]
+        self.ring_valid, self.first, self.batch = self.ring_valid[index], self.first[index], index.shape[0]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self._take_rows(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:
+            self._take_rows(torch.arange(self.batch, device=self.device)[indices.to(self.device)])
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise if tokens can't be taken back because older ones have left the ring."""
+        count = self.to_remove(tokens)
+        length = self.get_seq_length()
+        if self.is_initialized and count and length > self.capacity and count > self.capacity - self.window + 1:
+            raise ValueError(
+                f"Layer {self.index} has a window of {self.window} tokens and can take back "
+                f"{self.capacity - self.window + 1} tokens, not {count}. Call cache.reset() and feed the shorter text "
+                "again, or call cache.activate_past_recording() before feeding the tokens that may be cropped. "
+                "Nothing was changed.")
+
+    def crop(self, tokens: int) -> None:
+        self.check_crop(tokens)
+        self._flush()
+        self.length -= self.to_remove(tokens)
+
+    def fork(self, state: CacheState) -> WindowLayer:
+        self._flush()
+        new = object.__new__(WindowLayer)
+        new.__dict__.update(self.__dict__)
+        new.state, new.pending = state, None
+        if self.is_initialized:
+            new._take_rows(torch.arange(self.batch, device=self.device))
+        return new
+
+    def reset(self) -> None:
+        self._clear()

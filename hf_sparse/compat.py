@@ -1,0 +1,58 @@
+"""Everything that differs between versions of transformers (5.0 to 5.24) is in this file."""
+from __future__ import annotations
+
+import torch
+import transformers
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+__all__ = [
+    "AttentionInterface", "AttentionMaskInterface", "CACHE_ARGUMENT", "CACHE_NAMES", "Cache", "CacheLayerMixin",
+    "causal_mask_function", "chunk_of", "is_plain_layer", "is_sliding_layer", "query_length", "sdpa_attention_forward",
+    "sdpa_mask", "template_layers",
+]
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+if VERSION < (5, 0):
+    raise ImportError(f"hf_sparse needs transformers >= 5.0, found {transformers.__version__}: "
+                      "pip install -U transformers")
+
+# 5.24 renamed `past_key_values` to `cache` in every forward and in generate(); the old name still works there.
+CACHE_NAMES = ("past_key_values", "cache")
+CACHE_ARGUMENT = "cache" if VERSION >= (5, 24) else "past_key_values"
+
+
+def query_length(args: tuple, kwargs: dict) -> int:
+    """Query tokens of a mask function call: `q_length` since 5.4, a `cache_position` tensor before."""
+    if "q_length" in kwargs:
+        return kwargs["q_length"]
+    position = kwargs.get("cache_position", args[0] if args else None)
+    return position.shape[0] if torch.is_tensor(position) else position
+
+
+def template_layers(config) -> list:
+    """The layers that `DynamicCache(config=...)` builds: transformers knows the structure of each of its models."""
+    return DynamicCache(config=config).layers
+
+
+def is_plain_layer(layer) -> bool:
+    """A full-attention layer and nothing more."""
+    return type(layer) is DynamicLayer
+
+
+def is_sliding_layer(layer) -> bool:
+    """A sliding-window or chunked-attention layer and nothing more."""
+    return type(layer) is DynamicSlidingWindowLayer
+
+
+def chunk_of(config, index: int) -> int | None:
+    """The chunk length of layer `index`, if its window is chunked attention (Llama 4)."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is None:
+        return None
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return chunk if types[index] == "chunked_attention" else None
+    return chunk if getattr(config, "sliding_window", None) is None else None

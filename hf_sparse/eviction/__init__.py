@@ -1,0 +1,10 @@
+"""Eviction policies: what a block's priority becomes when it is loaded and when it is used.
+
+The pool evicts the slot of the lowest priority. A policy is two elementwise functions of (priority, clock), so that
+the device applies it inside the step; `clock` counts decoded tokens, with fractions for the layers of a token.
+"""
+from __future__ import annotations
+
+from . import decayed, fifo, lru
+
+POLICIES = {"lru": lru, "fifo": fifo, "decayed": decayed}

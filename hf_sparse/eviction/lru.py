@@ -1,0 +1,12 @@
+"""Least recently used: the paper's policy."""
+from __future__ import annotations
+
+import torch
+
+
+def on_load(priority: torch.Tensor, clock: torch.Tensor) -> torch.Tensor:
+    return clock.expand_as(priority)
+
+
+def on_use(priority: torch.Tensor, clock: torch.Tensor) -> torch.Tensor:
+    return clock.expand_as(priority)

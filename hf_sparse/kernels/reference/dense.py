@@ -1,0 +1,55 @@
+"""Exact attention with any mask, for layers and steps that read everything."""
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+def exact_attention(query, keys, values, mask, scaling: float, softcap: float = 0.0, sinks=None, causal=False):
+    """softmax(q k^T) v, exactly.
+
+    Args:
+        query: [B, Hq, Q, D]; keys: [B, H, T, D]; values: [B, H, T, Dv]; Hq a multiple of H.
+        mask: None, bool (True: attend) or additive float, broadcastable to [B, 1, Q, T].
+        causal: every query i attends to keys 0..i (Q == T); `mask` is then None.
+        sinks: [Hq] logits that take part in the normalisation only, or None.
+
+    Returns:
+        [B, Hq, Q, Dv] in the query's dtype. A query that may attend to nothing gives zeros or finite numbers.
+    """
+    group = query.shape[1] // keys.shape[1]
+    if not softcap and sinks is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, is_causal=causal,
+                                              enable_gqa=group > 1)
+    B, Hq, Q, _ = query.shape
+    H, T = keys.shape[1], keys.shape[2]
+    output = query.new_empty(B, Hq, Q, values.shape[-1])
+    keys, values = keys[:, :, None], values[:, :, None]
+    step = max(1, 2**22 // max(T, 1))                              # bounds the logits, whatever the prompt's length
+    for low in range(0, Q, step):
+        high = min(low + step, Q)
+        part = query[:, :, low:high].unflatten(1, (H, group))
+        logits = torch.matmul(part, keys.transpose(-1, -2)).float() * scaling                    # [B, H, G, q, T]
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        if causal:
+            ahead = torch.arange(T, device=query.device) > torch.arange(low, high, device=query.device)[:, None]
+            logits = logits.masked_fill(ahead, -math.inf)
+        elif mask is not None:
+            rows = mask if mask.shape[-2] == 1 else mask[..., low:high, :]
+            rows = rows[:, :, None] if rows.shape[1] == 1 else rows.unflatten(1, (H, group))
+            logits = logits.masked_fill(~rows, -math.inf) if rows.dtype == torch.bool else logits + rows
+        top = logits.amax(-1, keepdim=True)
+        if sinks is not None:
+            sink = sinks.float().view(1, H, group, 1, 1)
+            top = torch.maximum(top, sink)
+        top = torch.where(torch.isinf(top), 0.0, top)
+        weights = torch.exp(logits - top)
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sink - top)
+        weights = (weights / total.clamp(min=1e-30)).to(values.dtype)
+        output[:, :, low:high] = torch.matmul(weights, values).flatten(1, 2)
+    return output

@@ -1,0 +1,70 @@
+"""The registered mask function: padding as [B, 1, 1, kv], never an O(n^2) mask for plain causal attention.
+
+Without a mask function of its own, an attention implementation gets no mask at all from transformers and padding is
+silently attended to; `register` therefore always registers both.
+"""
+from __future__ import annotations
+
+import torch
+
+from ..cache.handle import KVLength
+from ..compat import causal_mask_function, query_length, sdpa_mask
+
+_OVERLAYS = ("sliding_window_overlay.<locals>.inner_mask", "chunked_overlay.<locals>.inner_mask")
+
+
+def psa_mask(batch_size: int, *args, attention_mask=None, mask_function=causal_mask_function, **kwargs):
+    """What transformers hands to the attention function.
+
+    Returns:
+        For a cache that is not ours: the stock sdpa mask. For ours: None (one new token, nothing of it masked), an
+        all-true [B, 1, 1, kv] of stride 0 (several new tokens, no padding), a [B, 1, 1, kv] padding mask, or a dense
+        4-D mask for patterns that the layers don't know by themselves (image blocks, bidirectional spans).
+    """
+    length = kwargs["kv_length"]
+    if not isinstance(length, KVLength):
+        return sdpa_mask(batch_size, *args, attention_mask=attention_mask, mask_function=mask_function, **kwargs)
+    count = query_length(args, kwargs)
+    total = int(length) + int(kwargs.get("kv_offset", 0))
+    if not is_plain(mask_function):
+        kwargs = dict(kwargs, kv_length=int(length), allow_is_causal_skip=False)
+        return sdpa_mask(batch_size, *args, attention_mask=attention_mask, mask_function=mask_function, **kwargs)
+    padding = None
+    if attention_mask is not None and attention_mask.dim() == 2:
+        padding = attention_mask[:, :total].bool()
+        if padding.shape[1] < total:                        # a mask that stops early hides nothing after its end
+            padding = torch.nn.functional.pad(padding, (0, total - padding.shape[1]), value=True)
+        check_past(length.layer, padding, total - count)
+        # One look before the step: a mask of ones is no padding, and costs nothing from here on.
+        if bool(padding[:, total - count:].all()):
+            padding = None
+    if padding is not None:
+        return padding[:, None, None]
+    if count == 1:
+        return None
+    # Not None: that means something else to stock sdpa when code of the model edits keys on the way.
+    flag = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=kwargs.get("device", "cpu"))
+    return flag.expand(batch_size, 1, 1, total)
+
+
+def check_past(layer, padding: torch.Tensor, past: int) -> None:
+    """Refuse a mask that hides, or shows, stored tokens otherwise than when they were stored."""
+    stored = getattr(layer, "valid", None)
+    if past == 0 or getattr(layer, "kind", None) != "psa":
+        return
+    now = padding[:, :past]
+    same = bool(now.all()) if stored is None else now.shape == stored.shape and bool((now == stored).all())
+    if not same:
+        raise ValueError("attention_mask treats tokens that are already in the PSACache differently than when they "
+                         "were stored. Pass the mask of the whole sequence, padding of earlier turns included, or "
+                         "use a new cache. Nothing in the cache was changed.")
+
+
+def is_plain(mask_function) -> bool:
+    """Exactly causal, or causal within a sliding window or chunk: what the layers reproduce from their own settings."""
+    if mask_function is causal_mask_function:
+        return True
+    if getattr(mask_function, "__qualname__", "") != "and_masks.<locals>.and_mask":
+        return False
+    parts = mask_function.__closure__[0].cell_contents
+    return len(parts) == 2 and parts[1] is causal_mask_function and parts[0].__qualname__ in _OVERLAYS

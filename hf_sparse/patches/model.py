@@ -1,0 +1,214 @@
+"""patch_model, unpatch_model, patched: the one line that a user changes."""
+from __future__ import annotations
+
+import contextlib
+import types
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.psa_cache import PSACache
+from ..compat import CACHE_ARGUMENT, CACHE_NAMES
+from ..config import PSAConfig
+from . import support
+from .attention import NAME, register
+
+_STATE = "_hf_sparse"
+
+
+@dataclass
+class PatchState:
+    """What patch_model changed, so that unpatch_model can undo it."""
+
+    config: PSAConfig
+    implementations: dict
+    hook: object
+    support: str
+    last_cache: PSACache | None = None
+
+
+def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides):
+    """Make `model.generate()` decode sparsely; returns the same model.
+
+    After this, `generate()` builds a PSACache by itself unless it is given a cache; the last one is
+    `model.last_psa_cache`. The model computes exactly what it did with any other cache, without one, and in training.
+
+    Args:
+        model: a decoder-only transformers model, or a PEFT wrapper of one.
+        config: PSAConfig, the name of a preset, a dict or None; `overrides` change fields of it. Patching a patched
+            model replaces its config.
+
+    Raises:
+        TypeError: not a transformers model that generates.
+        NotImplementedError: the model can't be served; the message says why and what to do.
+    """
+    config = PSAConfig.build(config, **overrides)
+    target = _base(model)
+    if getattr(target, _STATE, None) is not None:
+        unpatch_model(target)
+    verdict = _check(target)
+    register()
+    implementations = _implementations(target)
+    text = "text_config" in getattr(target.config, "sub_configs", {})
+    target.set_attn_implementation({"text_config": NAME} if text else NAME)
+    actual = target.config.get_text_config(decoder=True)._attn_implementation
+    if actual != NAME:
+        _restore(target, implementations)
+        raise NotImplementedError(f"{type(target).__name__} does not let its attention be chosen (it stays "
+                                  f"{actual!r}), so it can't be sparse. Use it unpatched.")
+    if verdict.kind == "dense":
+        warnings.warn(f"{type(target).__name__} will be exact but not sparse: {'; '.join(verdict.reasons)}.",
+                      UserWarning, stacklevel=2)
+    elif not _has_full_attention(target, config):
+        warnings.warn(f"{type(target).__name__} has no full-attention layer, so there is nothing to make sparse.",
+                      UserWarning, stacklevel=2)
+    hook = target.register_forward_pre_hook(_check_call, with_kwargs=True)
+    setattr(target, _STATE, PatchState(config, implementations, hook, verdict.kind))
+    target.last_psa_cache = None
+    target.generate = types.MethodType(generate, target)
+    return model
+
+
+def unpatch_model(model):
+    """Undo patch_model exactly; a model that is not patched is left alone. Returns the same model."""
+    target = _base(model)
+    state = getattr(target, _STATE, None)
+    if state is None:
+        return model
+    state.hook.remove()
+    _restore(target, state.implementations)
+    for name in ("generate", "last_psa_cache", _STATE):
+        target.__dict__.pop(name, None)
+    return model
+
+
+@contextlib.contextmanager
+def patched(model, config: PSAConfig | str | dict | None = None, **overrides):
+    """`with patched(model, config): ...`; afterwards the model is what it was, patched with another config or not."""
+    before = getattr(_base(model), _STATE, None)
+    patch_model(model, config, **overrides)
+    try:
+        yield model
+    finally:
+        unpatch_model(model)
+        if before is not None:
+            patch_model(model, before.config)
+
+
+def generate(self, *args, **kwargs):
+    """`generate()` of a patched model: builds a PSACache where none is given."""
+    state = getattr(self, _STATE)
+    cls_generate = type(self).generate
+    generation_config = kwargs.get("generation_config") or getattr(self, "generation_config", None)
+    given = [name for name in CACHE_NAMES if kwargs.get(name) is not None]
+    use_cache = kwargs.get("use_cache", getattr(generation_config, "use_cache", True))
+    if given:
+        cache = kwargs.pop(given[0])
+        if isinstance(cache, PSACache):
+            if use_cache is False:
+                raise ValueError("use_cache=False with a PSACache: every step would be stored twice. Leave out one "
+                                 "of them.")
+            _check_generate(self, cache, kwargs, generation_config)
+            state.last_cache = self.last_psa_cache = cache
+        for name in CACHE_NAMES:
+            kwargs.pop(name, None)
+        return cls_generate(self, *args, **kwargs, **{CACHE_ARGUMENT: cache})
+    if use_cache is False or kwargs.get("cache_implementation") is not None:
+        return cls_generate(self, *args, **kwargs)          # the caller chose otherwise
+    cache = PSACache(self.config, state.config)
+    _check_generate(self, cache, kwargs, generation_config)
+    state.last_cache = self.last_psa_cache = cache
+    kwargs.update({CACHE_ARGUMENT: cache})
+    if getattr(generation_config, "cache_implementation", None) is not None:
+        kwargs["cache_implementation"] = None               # the model's default gives way to ours
+    for name in CACHE_NAMES:
+        if name != CACHE_ARGUMENT:
+            kwargs.pop(name, None)
+    return cls_generate(self, *args, **kwargs)
+
+
+def _check_generate(model, cache: PSACache, kwargs: dict, generation_config) -> None:
+    """Refuse what generate() could only do wrongly with this cache, before it starts."""
+    if kwargs.get("output_attentions", getattr(generation_config, "output_attentions", False)):
+        raise NotImplementedError("output_attentions=True: sparse attention never has all attention weights. Use "
+                                  "hf_sparse.unpatch_model(model) with attn_implementation='eager' for them.")
+    past = cache.get_seq_length()
+    if past == 0:
+        return
+    ids = kwargs.get("input_ids", kwargs.get("inputs"))
+    mask = kwargs.get("attention_mask")
+    length = mask.shape[1] if mask is not None else ids.shape[1] if ids is not None else None
+    if length is not None and length <= past:
+        raise ValueError(f"The cache already holds {past} tokens but the prompt has {length}. To continue, pass the "
+                         "ids (and mask) of the whole conversation so far; to start again, use a new cache or "
+                         "cache.reset().")
+
+
+def _check_call(module, args, kwargs):
+    """Forward pre-hook: refuse before anything is computed, so that a cache never loses what it holds."""
+    if torch.compiler.is_compiling():
+        return
+    cache = next((kwargs[name] for name in CACHE_NAMES if isinstance(kwargs.get(name), PSACache)), None)
+    cache = cache or next((arg for arg in args if isinstance(arg, PSACache)), None)
+    if cache is None:
+        return
+    state = getattr(module, _STATE, None)
+    if kwargs.get("use_cache") is False:
+        raise ValueError("use_cache=False with a PSACache: it would be updated all the same. Leave out one of them.")
+    if module.training:
+        raise NotImplementedError("A PSACache is for inference: call model.eval(), or train without a cache.")
+    if kwargs.get("output_attentions") or getattr(module.config.get_text_config(decoder=True), "output_attentions", False):
+        raise NotImplementedError("output_attentions=True: sparse attention never has all attention weights. Use "
+                                  "hf_sparse.unpatch_model(model) with attn_implementation='eager' for them.")
+    cache.bind(module)
+    held, inputs = cache.batch_size, kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+    if inputs is None and args and torch.is_tensor(args[0]):
+        inputs = args[0]
+    if held > 0 and inputs is not None and inputs.shape[0] != held:
+        raise ValueError(f"This cache holds {held} sequence(s) but the batch has {inputs.shape[0]}. Call "
+                         "cache.batch_repeat_interleave(n) or cache.batch_select_indices(indices) to change the "
+                         "batch, cache.reset() to start again, or use a new cache.")
+    cache.state.devices = len(set(map(str, (getattr(module, "hf_device_map", None) or {"": "0"}).values())))
+    cache.state.dense_expected = state is not None and state.support == "dense"
+
+
+def _check(model) -> support.Support:
+    if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
+        raise TypeError(f"patch_model takes a transformers model, got {type(model).__name__}.")
+    if not hasattr(model, "generate"):
+        raise TypeError(f"{type(model).__name__} does not generate; patch a model with a language-model head, such as "
+                        "AutoModelForCausalLM gives.")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder model; hf_sparse serves decoder-only "
+                                  "models. Use it unpatched.")
+    verdict = support.check(model)
+    if verdict.kind == "refused":
+        raise NotImplementedError(f"{type(model).__name__} can't be patched: {'; '.join(verdict.reasons)}. Use it "
+                                  "unpatched.")
+    return verdict
+
+
+def _has_full_attention(model, config: PSAConfig) -> bool:
+    return bool(PSACache(model.config, config).sparse_layers)
+
+
+def _base(model):
+    """The transformers model inside a PEFT wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _implementations(model) -> dict:
+    found = {"": model.config._attn_implementation}
+    for name in getattr(model.config, "sub_configs", {}):
+        sub = getattr(model.config, name, None)
+        if sub is not None:
+            found[name] = sub._attn_implementation
+    return found
+
+
+def _restore(model, implementations: dict) -> None:
+    model.set_attn_implementation(dict(implementations))
+
+
+
