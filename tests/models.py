@@ -102,7 +102,11 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 def _layers(*kinds: str) -> dict:
     """Config entries for an explicit layer pattern: "f" is full attention, "s" is sliding attention."""
     names = {"f": "full_attention", "s": "sliding_attention"}
-    return dict(num_hidden_layers=len(kinds), layer_types=[names[kind] for kind in kinds], sliding_window=SLIDING_WINDOW)
+    return dict(
+        num_hidden_layers=len(kinds),
+        layer_types=[names[kind] for kind in kinds],
+        sliding_window=SLIDING_WINDOW,
+    )
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
@@ -110,11 +114,20 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: build("mistral", sliding_window=SLIDING_WINDOW),
     "qwen2": lambda: build("qwen2", hidden_size=48, num_attention_heads=6),
     "qwen2_sliding": lambda: build(
-        "qwen2", num_hidden_layers=3, use_sliding_window=True, sliding_window=SLIDING_WINDOW, max_window_layers=1
+        "qwen2",
+        num_hidden_layers=3,
+        use_sliding_window=True,
+        sliding_window=SLIDING_WINDOW,
+        max_window_layers=1,
     ),
     "qwen3": lambda: build("qwen3", head_dim=16, num_key_value_heads=1),
     "qwen3_moe": lambda: build(
-        "qwen3_moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1
+        "qwen3_moe",
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        decoder_sparse_step=1,
     ),
     "gemma2": lambda: build(
         "gemma2", head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=4.0, **_layers("s", "f")
@@ -131,7 +144,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "cohere2": lambda: build("cohere2", logit_scale=0.5, **_layers("s", "f")),
     "olmo2": lambda: build("olmo2"),
-    "granite": lambda: build("granite", attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=2.0),
+    "granite": lambda: build(
+        "granite", attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=2.0
+    ),
     "glm4": lambda: build("glm4", head_dim=24),
 }
 

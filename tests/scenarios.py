@@ -67,6 +67,11 @@ def run_generate(model: PreTrainedModel, cache, **kwargs) -> Result:
     return dict(tokens=output.sequences, scores=scores, cache=cache_of(output), calls=None)
 
 
+def ones_like_ids(ids: torch.Tensor) -> torch.Tensor:
+    """An attention mask without padding. Without any, generate() would take a generated pad id for padding."""
+    return torch.ones_like(ids)
+
+
 def _fresh(make_cache: MakeCache | None):
     return None if make_cache is None else make_cache()
 
@@ -142,7 +147,16 @@ def continued(model, make_cache) -> Result:
     """A second turn on the kept cache, given the full ids: what is cached already must not be computed again."""
     first = run_generate(model, _fresh(make_cache), input_ids=make_prompt(PROMPT_LENGTH, seed=2)[None])
     ids = torch.cat([first["tokens"], make_prompt(13, seed=3)[None]], -1)
-    second = run_generate(model, first["cache"], input_ids=ids)
+    second = run_generate(model, first["cache"], input_ids=ids, attention_mask=ones_like_ids(ids))
+    return {**second, "scores": torch.cat([first["scores"], second["scores"]])}
+
+
+def _second_turn(model: PreTrainedModel, first: Result, mask: torch.Tensor) -> Result:
+    """Appends a left-padded turn to each of three rows. `mask` [3, length] is the mask of all that was there before."""
+    turn_ids, turn_mask = pad_left([make_prompt(length, seed=20 + length) for length in (9, 14, 3)])
+    ids = torch.cat([first["tokens"], turn_ids], -1)
+    mask = torch.cat([mask, turn_mask], -1)
+    second = run_generate(model, first["cache"], input_ids=ids, attention_mask=mask)
     return {**second, "scores": torch.cat([first["scores"], second["scores"]])}
 
 
@@ -151,11 +165,19 @@ def continued_padded(model, make_cache) -> Result:
     """Two turns of a left-padded batch. The second turn is padded as well, so the rows have holes in the middle."""
     ids, mask = pad_left(padded_prompts(3))
     first = run_generate(model, _fresh(make_cache), input_ids=ids, attention_mask=mask)
-    turn_ids, turn_mask = pad_left([make_prompt(length, seed=20 + length) for length in (9, 14, 3)])
-    mask = torch.cat([mask, torch.ones(3, NEW_TOKENS, dtype=mask.dtype), turn_mask], -1)
-    ids = torch.cat([first["tokens"], turn_ids], -1)
-    second = run_generate(model, first["cache"], input_ids=ids, attention_mask=mask)
-    return {**second, "scores": torch.cat([first["scores"], second["scores"]])}
+    return _second_turn(model, first, torch.cat([mask, mask.new_ones(3, NEW_TOKENS)], -1))
+
+
+@torch.no_grad()
+def continued_after_end(model, make_cache) -> Result:
+    """A second turn after a first in which a row ended early: its padding was cached, and is hidden from now on."""
+    ids, mask = pad_left(padded_prompts(3))
+    first = run_generate(model, _fresh(make_cache), input_ids=ids, attention_mask=mask, max_new_tokens=4)
+    end = int(first["tokens"][0, -1])
+    first = run_generate(model, _fresh(make_cache), input_ids=ids, attention_mask=mask, eos_token_id=end)
+    ends = first["tokens"][:, ids.shape[1] :] == end
+    after_end = ends.cumsum(-1) - ends.long() > 0
+    return _second_turn(model, first, torch.cat([mask, (~after_end).long()], -1))
 
 
 def _counted(model: PreTrainedModel, run: Callable[[], Result]) -> Result:
@@ -185,7 +207,9 @@ def draft_model(model, make_cache) -> Result:
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
     ids = make_prompt(PROMPT_LENGTH, seed=5)[None]
-    return _counted(model, lambda: run_generate(model, _fresh(make_cache), input_ids=ids, assistant_model=draft))
+    return _counted(
+        model, lambda: run_generate(model, _fresh(make_cache), input_ids=ids, assistant_model=draft)
+    )
 
 
 @torch.no_grad()
@@ -227,10 +251,11 @@ def repeated_prefix(model, make_cache) -> Result:
     model(input_ids=prefix, past_key_values=cache, use_cache=True)
     cache.batch_repeat_interleave(3)
     suffixes = torch.stack([make_prompt(6, seed=40 + i) for i in range(3)])
-    first = run_generate(model, cache, input_ids=torch.cat([prefix.repeat(3, 1), suffixes], -1))
+    ids = torch.cat([prefix.repeat(3, 1), suffixes], -1)
+    first = run_generate(model, cache, input_ids=ids, attention_mask=ones_like_ids(ids))
     cache.batch_select_indices(torch.tensor([2, 0]))
     ids = torch.cat([first["tokens"][[2, 0]], make_prompt(10, seed=43).view(2, 5)], -1)
-    second = run_generate(model, cache, input_ids=ids)
+    second = run_generate(model, cache, input_ids=ids, attention_mask=ones_like_ids(ids))
     return {**second, "scores": torch.cat([first["scores"][:, [2, 0]], second["scores"]])}
 
 
@@ -251,6 +276,7 @@ SCENARIOS: dict[str, Callable[[PreTrainedModel, MakeCache | None], Result]] = {
     "chunked_prefill": chunked_prefill,
     "continued": continued,
     "continued_padded": continued_padded,
+    "continued_after_end": continued_after_end,
     "prompt_lookup": prompt_lookup,
     "draft_model": draft_model,
     "forward_loop": forward_loop,

@@ -10,7 +10,9 @@ from tests.parity import assert_same_run, reference, upstream_failure
 from tests.scenarios import NEEDS_CACHE, SCENARIOS, SPECULATIVE, greedy, make_prompt, run_generate
 
 EXACT = PSAConfig(threshold=1.0, min_context=0, block_size=4)
-CELLS = [pytest.param(family, scenario, id=f"{family}-{scenario}") for family in FAMILIES for scenario in SCENARIOS]
+CELLS = [
+    pytest.param(family, scenario, id=f"{family}-{scenario}") for family in FAMILIES for scenario in SCENARIOS
+]
 
 
 def check_used(cache, family: str, scenario: str) -> None:

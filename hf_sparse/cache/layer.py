@@ -1,6 +1,8 @@
 """The cache of one full-attention layer: block tables, digests, and the decode step."""
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from ..kernels import ops
@@ -31,6 +33,7 @@ class PSALayer(LayerProtocol):
     def __init__(self, state: CacheState, index: int):
         super().__init__()
         self.state, self.index = state, index
+        state.members.append(weakref.ref(self))
         self.stats = LayerStats(state.config.record_steps)
         self._clear()
 
@@ -345,6 +348,29 @@ class PSALayer(LayerProtocol):
         inside = (token < self.lengths[:, None])[:, None, None]
         return torch.logsumexp(logits.masked_fill(~inside, -torch.inf), -1)
 
+    # -- padding that changes later -----------------------------------------------------------------------------------
+    def agrees(self, valid: torch.Tensor) -> bool:
+        """Whether [B, T] says of the stored tokens what was said when they came. Synchronises."""
+        self._flush()
+        if valid.shape[1] != self.length or not self.is_initialized:
+            return True
+        return bool(valid.all()) if self.valid is None else bool((valid == self.valid).all())
+
+    def shows_more(self, valid: torch.Tensor) -> bool:
+        return self.valid is not None and valid.shape == self.valid.shape and bool((valid & ~self.valid).any())
+
+    def hide(self, valid: torch.Tensor) -> None:
+        """From now on [B, T] says which stored tokens are real: those after the first change are stored again."""
+        if self.agrees(valid):
+            return
+        valid = valid.to(self.device)
+        now = torch.ones_like(valid) if self.valid is None else self.valid
+        first = int((valid != now).any(0).long().argmax())
+        keys, values = (part[:, :, first:].clone() for part in self.padded())
+        self.crop(first - self.length)
+        self.reserve(first + keys.shape[2])
+        self._append(keys, values, valid[:, first:])
+
     # -- rows -----------------------------------------------------------------------------------------------------------
     def _take_rows(self, index: torch.Tensor, release: bool = True) -> None:
         """Become rows `index` [B'] of itself: closed blocks are shared, open ones copied.
@@ -424,6 +450,7 @@ class PSALayer(LayerProtocol):
         new = object.__new__(PSALayer)
         new.__dict__.update(self.__dict__)
         new.state, new.pending, new.stats = state, None, LayerStats(state.config.record_steps)
+        state.members.append(weakref.ref(new))
         if self.is_initialized:
             new.digests = self.digests.clone()
             new.table = self.table.clone()

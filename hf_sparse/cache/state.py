@@ -22,6 +22,10 @@ class CacheState:
     devices: int = 1                                        # devices that the model's layers are on
     dense_expected: bool = False                            # patch_model has already said that this model is dense
     warned: bool = False
+    members: list = field(default_factory=list)             # weak references to the layers of this cache
+
+    def live_layers(self) -> list:
+        return [layer for layer in (member() for member in self.members) if layer is not None]
 
     def pool(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
         """The pool for this layer's blocks: the one of its device."""

@@ -1,6 +1,8 @@
 """The cache of a sliding-window or chunked-attention layer: a ring of the last tokens, read densely."""
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from ..kernels.reference.dense import exact_attention
@@ -27,6 +29,7 @@ class WindowLayer(LayerProtocol):
         super().__init__()
         self.state, self.index, self.window, self.chunk = state, index, window, chunk
         self.sliding_window = window
+        state.members.append(weakref.ref(self))
         self.materialized = 0
         self.record_past = False
         self._clear()
@@ -168,6 +171,28 @@ class WindowLayer(LayerProtocol):
         chunk = lambda position: torch.div(position - first, self.chunk, rounding_mode="floor")  # noqa: E731
         return chunk(seen) == chunk(own)
 
+    # -- padding that changes later -----------------------------------------------------------------------------------
+    def _visible(self, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        low = max(0, self.length - self.capacity)
+        return valid[:, low:].to(self.device), self._indices(low, self.length)
+
+    def agrees(self, valid: torch.Tensor) -> bool:
+        """Whether [B, T] says of the tokens in the ring what was said when they came. Synchronises."""
+        self._flush()
+        if valid.shape[1] != self.length or not self.is_initialized:
+            return True
+        seen, index = self._visible(valid)
+        return bool((seen == self.ring_valid[:, index]).all())
+
+    def shows_more(self, valid: torch.Tensor) -> bool:
+        return False                                        # the ring holds padding too
+
+    def hide(self, valid: torch.Tensor) -> None:
+        """From now on [B, T] says which tokens of the ring are real."""
+        if self.is_initialized and valid.shape[1] == self.length:
+            seen, index = self._visible(valid)
+            self.ring_valid[:, index] = seen
+
     # -- rows -----------------------------------------------------------------------------------------------------------
     def _take_rows(self, index: torch.Tensor) -> None:
         self._flush()
@@ -209,6 +234,7 @@ class WindowLayer(LayerProtocol):
         new = object.__new__(WindowLayer)
         new.__dict__.update(self.__dict__)
         new.state, new.pending = state, None
+        state.members.append(weakref.ref(new))
         if self.is_initialized:
             new._take_rows(torch.arange(self.batch, device=self.device))
         return new

@@ -48,16 +48,20 @@ def psa_mask(batch_size: int, *args, attention_mask=None, mask_function=causal_m
 
 
 def check_past(layer, padding: torch.Tensor, past: int) -> None:
-    """Refuse a mask that hides, or shows, stored tokens otherwise than when they were stored."""
-    stored = getattr(layer, "valid", None)
-    if past == 0 or getattr(layer, "kind", None) != "psa":
+    """Follow a mask that hides stored tokens from now on, as the padding after an early end is in the next turn.
+
+    Raises:
+        ValueError: the mask shows tokens that were padding when they came, so that they were never stored.
+    """
+    if past == 0 or layer.agrees(padding[:, :past]):
         return
-    now = padding[:, :past]
-    same = bool(now.all()) if stored is None else now.shape == stored.shape and bool((now == stored).all())
-    if not same:
-        raise ValueError("attention_mask treats tokens that are already in the PSACache differently than when they "
-                         "were stored. Pass the mask of the whole sequence, padding of earlier turns included, or "
-                         "use a new cache. Nothing in the cache was changed.")
+    layers = layer.state.live_layers()
+    if any(other.shows_more(padding[:, :past]) for other in layers):
+        raise ValueError("attention_mask shows tokens that were masked when the PSACache received them, and that it "
+                         "therefore never stored. Keep the padding of earlier turns masked, or use a new cache. "
+                         "Nothing in the cache was changed.")
+    for other in layers:
+        other.hide(padding[:, :past])
 
 
 def is_plain(mask_function) -> bool:

@@ -39,7 +39,9 @@ class Record:
     layers: dict[str, int] = field(default_factory=dict)  # layer kind -> count, as the cache reports them
     difference: float | None = None  # largest logit difference, relative to the largest logit
     distinct: int | None = None  # distinct tokens generated
-    context_effect: float | None = None  # effect of one changed prompt token, in standard deviations of the logits
+    context_effect: float | None = (
+        None  # effect of one changed prompt token, in standard deviations of the logits
+    )
     warnings: list[str] = field(default_factory=list)
     unpatched: str = ""  # the unpatched model with a PSACache: "exact", "wrong", or the error
 
@@ -53,12 +55,19 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def _generate(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+def _generate(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor]:
     kwargs.setdefault("max_new_tokens", NEW_TOKENS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         output = model.generate(
-            input_ids=ids, attention_mask=mask, do_sample=False, return_dict_in_generate=True, output_logits=True, **kwargs
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **kwargs,
         )
     return output.sequences, torch.stack([step.float() for step in output.logits])
 
@@ -84,7 +93,9 @@ def _where(error: BaseException) -> str:
     return f"{_short(error)} ({'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno})"
 
 
-def _measure_power(record: Record, model: PreTrainedModel, reference: tuple, ids: torch.Tensor, mask: torch.Tensor) -> None:
+def _measure_power(
+    record: Record, model: PreTrainedModel, reference: tuple, ids: torch.Tensor, mask: torch.Tensor
+) -> None:
     """How much a wrong attention would show: distinct tokens, and the effect of changing one token far back."""
     changed = ids.clone()
     changed[:, 20] = (ids[:, 20] - 3 + 50) % (FIRST_SPECIAL_ID - 7) + 3
@@ -97,12 +108,18 @@ def _measure_power(record: Record, model: PreTrainedModel, reference: tuple, ids
 def _check_unpatched(model: PreTrainedModel, reference: tuple, ids: torch.Tensor, mask: torch.Tensor) -> str:
     try:
         cache = PSACache(model.config, EXACT)
-        return "exact" if _difference(_generate(model, ids, mask, past_key_values=cache), reference) <= TOLERANCE else "wrong"
+        return (
+            "exact"
+            if _difference(_generate(model, ids, mask, past_key_values=cache), reference) <= TOLERANCE
+            else "wrong"
+        )
     except Exception as error:
         return _where(error)
 
 
-def _check_patched(record: Record, model: PreTrainedModel, reference: tuple, ids: torch.Tensor, mask: torch.Tensor) -> None:
+def _check_patched(
+    record: Record, model: PreTrainedModel, reference: tuple, ids: torch.Tensor, mask: torch.Tensor
+) -> None:
     try:
         patch_model(model, EXACT)
     except REFUSALS as error:
@@ -115,7 +132,11 @@ def _check_patched(record: Record, model: PreTrainedModel, reference: tuple, ids
         record.outcome, record.reason = ("refused", str(error)) if refused else ("crash", _where(error))
         return
     record.difference = _difference(ours, reference)
-    stats = model.last_psa_cache.stats() if model.last_psa_cache is not None else {"layers": [], "materialized": 0}
+    stats = (
+        model.last_psa_cache.stats()
+        if model.last_psa_cache is not None
+        else {"layers": [], "materialized": 0}
+    )
     for layer in stats["layers"]:
         record.layers[layer["kind"]] = record.layers.get(layer["kind"], 0) + 1
     if not record.difference <= TOLERANCE:
@@ -154,5 +175,7 @@ def classify(family: str) -> Record:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _check_patched(record, model, reference, ids, mask)
-    record.warnings = [str(w.message) for w in caught if "hf_sparse" in str(w.message) or "hf_sparse" in str(w.category)]
+    record.warnings = [
+        str(w.message) for w in caught if "hf_sparse" in str(w.message) or "hf_sparse" in str(w.category)
+    ]
     return record

@@ -57,7 +57,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": dict(num_heads=8, head_dim=16, expand=2, n_groups=1, state_size=16, chunk_size=8),
     "ministral": dict(layer_types=[_SLIDING, _FULL, _SLIDING], num_hidden_layers=3),
     "ministral3": dict(rope_parameters=dict(llama_4_scaling_beta=0.1, original_max_position_embeddings=16)),
-    "mistral": dict(sliding_window=None),  # as in every release since 7B v0.2; with a window no layer would be full
+    "mistral": dict(
+        sliding_window=None
+    ),  # as in every release since 7B v0.2; with a window no layer would be full
     "mpt": dict(max_seq_len=2048),
     "qwen4_exp": dict(text_config=_QWEN4_INDEXER),
     "qwen4_exp_text": _QWEN4_INDEXER,

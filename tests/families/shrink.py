@@ -26,45 +26,161 @@ def _set(value: int, *names: str) -> None:
     _SIZES.update(dict.fromkeys(names, value))
 
 
-_set(VOCAB_SIZE, "vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "audio_vocab_size", "n_vocab")
-_set(HIDDEN_SIZE, "hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim", "attention_hidden_size", "embedding_dim")
-_set(HIDDEN_SIZE, "embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "lru_width")
+_set(
+    VOCAB_SIZE,
+    "vocab_size",
+    "decoder_vocab_size",
+    "vocab_size_per_layer_input",
+    "audio_vocab_size",
+    "n_vocab",
+)
+_set(
+    HIDDEN_SIZE,
+    "hidden_size",
+    "d_model",
+    "n_embd",
+    "embed_dim",
+    "emb_dim",
+    "dim",
+    "attention_hidden_size",
+    "embedding_dim",
+)
+_set(
+    HIDDEN_SIZE,
+    "embedding_size",
+    "word_embed_proj_dim",
+    "input_embedding_size",
+    "output_embedding_size",
+    "lru_width",
+)
 _set(HIDDEN_SIZE, "backbone_hidden_size", "router_hidden_size")
 _set(
     64,
-    *("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "d_ff", "n_inner", "dim_ff", "dff"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size", "d_inner"),
-    *("intermediate_size_mlp", "moe_shared_expert_intermediate_size", "dense_intermediate_size", "feed_forward_size"),
+    *(
+        "intermediate_size",
+        "ffn_dim",
+        "decoder_ffn_dim",
+        "encoder_ffn_dim",
+        "ffn_hidden_size",
+        "d_ff",
+        "n_inner",
+        "dim_ff",
+        "dff",
+    ),
+    *(
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "expert_ffn_hidden_size",
+        "d_inner",
+    ),
+    *(
+        "intermediate_size_mlp",
+        "moe_shared_expert_intermediate_size",
+        "dense_intermediate_size",
+        "feed_forward_size",
+    ),
     *("shared_experts_intermediate_size", "prefix_dense_intermediate_size", "expert_intermediate_size"),
 )
 _set(
     NUM_HEADS,
-    *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"),
-    *("attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads", "swa_num_attention_heads", "linear_num_heads"),
+    *(
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "decoder_attention_heads",
+        "encoder_attention_heads",
+    ),
+    *(
+        "attention_heads",
+        "num_encoder_attention_heads",
+        "num_decoder_attention_heads",
+        "swa_num_attention_heads",
+        "linear_num_heads",
+    ),
 )
-_set(HEAD_DIM, "head_dim", "attention_head_size", "kv_channels", "d_head", "dim_head", "query_pre_attn_scalar", "swa_head_dim")
-_set(HEAD_DIM, "global_head_dim", "v_head_dim", "qk_head_dim", "index_head_dim", "indexer_head_dim", "attention_head_dim")
+_set(
+    HEAD_DIM,
+    "head_dim",
+    "attention_head_size",
+    "kv_channels",
+    "d_head",
+    "dim_head",
+    "query_pre_attn_scalar",
+    "swa_head_dim",
+)
+_set(
+    HEAD_DIM,
+    "global_head_dim",
+    "v_head_dim",
+    "qk_head_dim",
+    "index_head_dim",
+    "indexer_head_dim",
+    "attention_head_dim",
+)
 _set(HEAD_DIM, "linear_head_dim", "swa_v_head_dim", "linear_key_head_dim", "linear_value_head_dim")
 _set(HEAD_DIM // 2, "qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim")
-_set(16, "q_lora_rank", "kv_lora_rank", "o_lora_rank", "gated_norm_rank", "hc_lowrank", "adapter_rank", "laurel_rank", "loop_gate_rank")
+_set(
+    16,
+    "q_lora_rank",
+    "kv_lora_rank",
+    "o_lora_rank",
+    "gated_norm_rank",
+    "hc_lowrank",
+    "adapter_rank",
+    "laurel_rank",
+    "loop_gate_rank",
+)
 _set(
     4,
     *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "zero_expert_num"),
     *("linear_num_key_heads", "linear_num_value_heads", "index_n_heads", "indexer_n_heads", "o_groups"),
 )
 _set(2, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-_set(1, "n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_set(
+    1,
+    "n_group",
+    "topk_group",
+    "num_expert_group",
+    "n_shared_experts",
+    "num_shared_experts",
+    "moe_num_shared_experts",
+)
 _set(
     MAX_POSITIONS,
-    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "max_sequence_length"),
+    *(
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "model_max_length",
+        "max_sequence_length",
+    ),
     *("context_length", "max_target_positions", "original_max_position_embeddings"),
 )
-_set(WINDOW, "sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
+_set(
+    WINDOW, "sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention"
+)
 _set(WINDOW, "attention_chunk_size")
-_set(16, "mamba_d_state", "state_size", "ssm_state_size", "hidden_size_per_layer_input", "time_step_rank", "mamba_dt_rank")
+_set(
+    16,
+    "mamba_d_state",
+    "state_size",
+    "ssm_state_size",
+    "hidden_size_per_layer_input",
+    "time_step_rank",
+    "mamba_dt_rank",
+)
 _set(8, "index_topk", "chunk_size", "mamba_chunk_size")
 
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads", "num_global_key_value_heads")
+_KEY_VALUE_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head_kv",
+    "swa_num_key_value_heads",
+    "num_global_key_value_heads",
+)
 _LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
     *("num_encoder_layers", "num_decoder_layers"),
@@ -144,6 +260,8 @@ def shrink(entries: dict[str, Any]) -> dict[str, Any]:
             result[name] = [value[i] for i in keep]
         else:
             result[name] = value
-    if result.get("num_key_value_heads") and entries["num_key_value_heads"] == entries.get("num_attention_heads"):
+    if result.get("num_key_value_heads") and entries["num_key_value_heads"] == entries.get(
+        "num_attention_heads"
+    ):
         result["num_key_value_heads"] = result["num_attention_heads"]
     return result

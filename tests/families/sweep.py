@@ -40,7 +40,9 @@ def _child(family: str, connection) -> None:
 
 
 def _start(family: str):
-    context = multiprocessing.get_context("fork")  # the models then need no second import of torch and transformers
+    context = multiprocessing.get_context(
+        "fork"
+    )  # the models then need no second import of torch and transformers
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(family, sender), daemon=True)
     process.start()
@@ -54,7 +56,11 @@ def _finish(family: str, process, receiver, timed_out: bool) -> Record:
     try:
         record = Record(**receiver.recv())
     except EOFError:
-        limit = f"took more than {TIME_LIMIT_SECONDS} s" if timed_out else f"the process ended with {process.exitcode}"
+        limit = (
+            f"took more than {TIME_LIMIT_SECONDS} s"
+            if timed_out
+            else f"the process ended with {process.exitcode}"
+        )
         record = Record(family, outcome="crash", reason=limit)
     process.join()
     return record
@@ -74,16 +80,22 @@ def sweep(families: list[str], jobs: int = 1):
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.families.sweep", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.families.sweep", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--only", metavar="A,B", help="only these model types")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records here")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table between the markers in this file")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="write the table between the markers in this file"
+    )
     options = parser.parse_args(arguments)
     options.families = options.only.split(",") if options.only else family_names()
     unknown = sorted(set(options.families) - set(family_names()))
     if unknown:
-        parser.error(f"not a causal language model in transformers {transformers.__version__}: {', '.join(unknown)}")
+        parser.error(
+            f"not a causal language model in transformers {transformers.__version__}: {', '.join(unknown)}"
+        )
     return options
 
 
@@ -99,7 +111,10 @@ def main(arguments: list[str] | None = None) -> int:
     counts = collections.Counter(record.outcome for record in records)
     print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES), f"of {len(records)}")
     if options.json:
-        found = {"transformers": transformers.__version__, "families": [record.to_dict() for record in records]}
+        found = {
+            "transformers": transformers.__version__,
+            "families": [record.to_dict() for record in records],
+        }
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.table:
         write(records, options.table)
