@@ -109,6 +109,8 @@ class PSAConfig:
         for name, low in (("stop_window", 1), ("sink_blocks", 0), ("recent_blocks", 0), ("min_blocks", 0),
                           ("min_context", 0), ("round_blocks", 1), ("record_steps", 0)):
             self._integer(name, low)
+        if self.round_blocks not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"round_blocks={self.round_blocks} must be a power of two up to 32.")
         if self.block_size not in (4, 8, 16, 32, 64):
             raise ValueError(f"block_size={self.block_size!r} is not supported; choose 16, 32 or 64 "
                              "(4 and 8 exist for tests).")

@@ -1,4 +1,4 @@
-"""Settings that hold for every test: one CPU thread, so that results and timings do not depend on the machine."""
+"""Settings that hold for every test: one CPU thread, so that results do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    # Tests spell the argument `past_key_values=`, the name that works in every supported version; 5.24 deprecates it.
+    # Tests spell the argument `past_key_values=`, the name that works in every supported version; 5.24
+    # deprecates it.
     config.addinivalue_line("filterwarnings", "ignore:.*past_key_values. is deprecated:FutureWarning")
 
 

@@ -1,9 +1,9 @@
 """Tiny random causal language models, one per attention pattern that the library has to serve.
 
-Every entry of `FAMILIES` builds a float32 model in eval mode from a config written here: no hub access, no downloads. Sliding
-windows are 16 tokens, so that they bite in prompts of about 100 tokens. The weights are redrawn by `energise`
-because the default initialisation of a tiny model gives almost uniform attention and a constant greedy output, and a
-test on such a model passes whatever the attention does.
+Every entry of `FAMILIES` builds a float32 model in eval mode from a config written here: no hub access, no
+downloads. Sliding windows are 16 tokens, so that they bite in prompts of about 100 tokens. The weights are
+redrawn by `energise` because the default initialisation of a tiny model gives almost uniform attention and
+a constant greedy output, and a test on such a model passes whatever the attention does.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _COMMON = dict(
 def energise(model: PreTrainedModel, seed: int = 0, query_key_gain: float = 1.6) -> PreTrainedModel:
     """Redraws the weights so that attention is peaked and the output depends on all of the context.
 
-    Matrices get a standard deviation of gain / sqrt(fan in), with a larger gain for queries and keys (attention logits
-    then have a standard deviation of about 2.5); vectors (norm weights, biases) are perturbed around what the architecture
-    initialised them to; attention sinks are raised until they take a visible share. Embeddings are scaled so that they
-    enter the first layer with a standard deviation of about 1, whatever the architecture multiplies them with, and the
-    output head is untied from them: tied random embeddings repeat the last token for ever.
+    Matrices get a standard deviation of gain / sqrt(fan in), with a larger gain for queries and keys
+    (attention logits then have a standard deviation of about 2.5); vectors (norm weights, biases) are
+    perturbed around what the architecture initialised them to; attention sinks are raised until they take a
+    visible share. Embeddings are scaled so that they enter the first layer with a standard deviation of
+    about 1, whatever the architecture multiplies them with, and the output head is untied from them: tied
+    random embeddings repeat the last token for ever.
     """
     generator = torch.Generator().manual_seed(seed)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -70,7 +71,7 @@ def energise(model: PreTrainedModel, seed: int = 0, query_key_gain: float = 1.6)
 
 
 def _scale_embeddings(model: PreTrainedModel, embedding: torch.nn.Module) -> None:
-    """Divides the embedding table by the standard deviation with which it reaches the first layer, if that is visible."""
+    """Gives what enters the first layer a standard deviation of at most 1, if the model shows it."""
     ids = torch.arange(3, 35)[None]
     try:
         states = model.eval()(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
@@ -81,7 +82,7 @@ def _scale_embeddings(model: PreTrainedModel, embedding: torch.nn.Module) -> Non
 
 
 def build(model_type: str, seed: int = 0, **overrides) -> PreTrainedModel:
-    """A tiny model of `model_type` (a name that AutoConfig knows): float32, eager attention, eval mode, seeded."""
+    """A tiny model of `model_type` (a name that AutoConfig knows): float32, eager attention, eval mode."""
     config = AutoConfig.for_model(model_type, **{**_COMMON, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -90,7 +91,7 @@ def build(model_type: str, seed: int = 0, **overrides) -> PreTrainedModel:
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Eval mode, and a generation config that never stops early: every scenario decides for itself when to stop."""
+    """Eval mode, and a generation config that never stops early by itself."""
     model.eval()
     model.generation_config.pad_token_id = PAD_TOKEN_ID
     model.generation_config.eos_token_id = None
@@ -163,7 +164,7 @@ def get_model(family: str) -> PreTrainedModel:
 
 @functools.cache
 def get_draft_model(family: str, noise: float = 0.15) -> PreTrainedModel:
-    """A draft for assisted decoding: the same model with noise on its weights, so that it is right some of the time."""
+    """A draft for assisted decoding: the same model with noise on its weights, so that it is partly right."""
     draft = FAMILIES[family]()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Shared by the parity tests: reference runs on unpatched models, computed once, and the comparison itself."""
+"""Shared by the parity tests: reference runs on unpatched models, computed once, and the comparison."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UpstreamFailure:
 
 UPSTREAM_FAILURES = (
     UpstreamFailure(
-        reason="the draft's own DynamicCache returns the wrong number of keys after a crop of a sliding layer",
+        reason="the draft's DynamicCache returns the wrong number of keys after a crop of a sliding layer",
         families=SLIDING,
         scenario="draft_model",
         fixed_in=Version("5.18"),

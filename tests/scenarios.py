@@ -1,15 +1,16 @@
 """Ways in which people generate with a cache, each as one function that runs on any model and any cache.
 
-A scenario is called as `scenario(model, make_cache)`. `make_cache()` returns a fresh, empty cache; `make_cache=None` leaves
-it to `generate()` to build one (not possible for the scenarios in `NEEDS_CACHE`, which drive the model by hand). It
-returns a dict:
+A scenario is called as `scenario(model, make_cache)`. `make_cache()` returns a fresh, empty cache;
+`make_cache=None` leaves it to `generate()` to build one (not possible for the scenarios in `NEEDS_CACHE`,
+which drive the model by hand). It returns a dict:
 
     tokens   LongTensor [rows, length], what was generated (and, where generate() returns it, the prompt)
     scores   float tensor [steps, rows, vocabulary] of raw logits, step by step
     cache    the cache that was used last
-    calls    forward calls of `model`, counted only where speculation may need fewer calls than tokens (else None)
+    calls    forward calls of `model` in the speculative scenarios, which may need fewer; else None
 
-Two runs agree when tokens are equal and scores are close. Prompts close at least 20 blocks of 4 tokens in every row.
+Two runs agree when tokens are equal and scores are close. Prompts close at least 20 blocks of 4 tokens in
+every row.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def run_generate(model: PreTrainedModel, cache, **kwargs) -> Result:
 
 
 def ones_like_ids(ids: torch.Tensor) -> torch.Tensor:
-    """An attention mask without padding. Without any, generate() would take a generated pad id for padding."""
+    """A mask without padding. Without a mask, generate() would take a generated pad id for padding."""
     return torch.ones_like(ids)
 
 
@@ -77,7 +78,7 @@ def _fresh(make_cache: MakeCache | None):
 
 
 def _greedy_steps(model: PreTrainedModel, cache, logits: torch.Tensor, steps: int) -> tuple[list, list]:
-    """Feeds the argmax back `steps` times by plain forward calls. `logits` [rows, vocabulary] belong to the last token."""
+    """Feeds the argmax back `steps` times by forward calls. `logits` [rows, vocabulary]: the last."""
     tokens, scores = [logits.argmax(-1)], [logits]
     for _ in range(steps - 1):
         output = model(input_ids=tokens[-1][:, None], past_key_values=cache, use_cache=True)
@@ -101,7 +102,7 @@ def padded(model, make_cache) -> Result:
 
 @torch.no_grad()
 def early_finish(model, make_cache) -> Result:
-    """A padded batch in which the first row meets an end token after a few steps and then only gets padding."""
+    """A padded batch in which the first row meets an end token after a few steps; then it is padded."""
     ids, mask = pad_left(padded_prompts(3))
     first = run_generate(model, _fresh(make_cache), input_ids=ids, attention_mask=mask, max_new_tokens=4)
     end = int(first["tokens"][0, -1])
@@ -110,7 +111,7 @@ def early_finish(model, make_cache) -> Result:
 
 @torch.no_grad()
 def beams(model, make_cache) -> Result:
-    """Three beams over a left-padded batch of two, the best two sequences returned: rows are reordered every step."""
+    """Three beams over a left-padded batch of two, the best two returned: rows are reordered every step."""
     ids, mask = pad_left(padded_prompts(2))
     return run_generate(
         model, _fresh(make_cache), input_ids=ids, attention_mask=mask, num_beams=3, num_return_sequences=2
@@ -137,14 +138,14 @@ def sampling(model, make_cache) -> Result:
 
 @torch.no_grad()
 def chunked_prefill(model, make_cache) -> Result:
-    """The padded batch, prefilled 27 tokens at a time: chunk edges fall inside blocks, and a pad run spans one."""
+    """The padded batch, prefilled 27 tokens at a time: chunk edges fall inside blocks."""
     ids, mask = pad_left(padded_prompts())
     return run_generate(model, _fresh(make_cache), input_ids=ids, attention_mask=mask, prefill_chunk_size=27)
 
 
 @torch.no_grad()
 def continued(model, make_cache) -> Result:
-    """A second turn on the kept cache, given the full ids: what is cached already must not be computed again."""
+    """A second turn on the kept cache, given the full ids: what is cached is not computed again."""
     first = run_generate(model, _fresh(make_cache), input_ids=make_prompt(PROMPT_LENGTH, seed=2)[None])
     ids = torch.cat([first["tokens"], make_prompt(13, seed=3)[None]], -1)
     second = run_generate(model, first["cache"], input_ids=ids, attention_mask=ones_like_ids(ids))
@@ -152,7 +153,7 @@ def continued(model, make_cache) -> Result:
 
 
 def _second_turn(model: PreTrainedModel, first: Result, mask: torch.Tensor) -> Result:
-    """Appends a left-padded turn to each of three rows. `mask` [3, length] is the mask of all that was there before."""
+    """Appends a left-padded turn to each of three rows. `mask` [3, length]: of all that was there before."""
     turn_ids, turn_mask = pad_left([make_prompt(length, seed=20 + length) for length in (9, 14, 3)])
     ids = torch.cat([first["tokens"], turn_ids], -1)
     mask = torch.cat([mask, turn_mask], -1)
@@ -162,7 +163,7 @@ def _second_turn(model: PreTrainedModel, first: Result, mask: torch.Tensor) -> R
 
 @torch.no_grad()
 def continued_padded(model, make_cache) -> Result:
-    """Two turns of a left-padded batch. The second turn is padded as well, so the rows have holes in the middle."""
+    """Two turns of a left-padded batch. The second turn is padded too, so the rows have holes."""
     ids, mask = pad_left(padded_prompts(3))
     first = run_generate(model, _fresh(make_cache), input_ids=ids, attention_mask=mask)
     return _second_turn(model, first, torch.cat([mask, mask.new_ones(3, NEW_TOKENS)], -1))
@@ -170,7 +171,7 @@ def continued_padded(model, make_cache) -> Result:
 
 @torch.no_grad()
 def continued_after_end(model, make_cache) -> Result:
-    """A second turn after a first in which a row ended early: its padding was cached, and is hidden from now on."""
+    """A second turn after one in which a row ended early: its padding was cached, and is hidden now."""
     ids, mask = pad_left(padded_prompts(3))
     first = run_generate(model, _fresh(make_cache), input_ids=ids, attention_mask=mask, max_new_tokens=4)
     end = int(first["tokens"][0, -1])
@@ -226,7 +227,7 @@ def forward_loop(model, make_cache) -> Result:
 
 @torch.no_grad()
 def forked_prefix(model, make_cache) -> Result:
-    """One prefix prefilled, forked twice with copy.deepcopy; both forks and then the original go their own ways."""
+    """One prefix prefilled, forked twice with copy.deepcopy; the forks, then the original, go on."""
     cache = make_cache()
     prefix = make_prompt(PROMPT_LENGTH - 1, seed=8)[None]
     model(input_ids=prefix, past_key_values=cache, use_cache=True)
@@ -245,7 +246,7 @@ def forked_prefix(model, make_cache) -> Result:
 
 @torch.no_grad()
 def repeated_prefix(model, make_cache) -> Result:
-    """One prefix repeated to three rows, continued, and then two of the rows picked out and continued again."""
+    """One prefix repeated to three rows, continued, then two of the rows picked out and continued."""
     cache = make_cache()
     prefix = make_prompt(PROMPT_LENGTH - 1, seed=9)[None]
     model(input_ids=prefix, past_key_values=cache, use_cache=True)
@@ -285,6 +286,7 @@ SCENARIOS: dict[str, Callable[[PreTrainedModel, MakeCache | None], Result]] = {
     "inputs_embeds": inputs_embeds,
 }
 
-# Scenarios that cannot leave the cache to generate(), and those in which most steps verify several drafted tokens at once.
+# Scenarios that cannot leave the cache to generate(), and those in which most steps verify several drafted
+# tokens at once.
 NEEDS_CACHE = frozenset({"forward_loop", "forked_prefix", "repeated_prefix"})
 SPECULATIVE = frozenset({"prompt_lookup", "draft_model"})

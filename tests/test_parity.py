@@ -1,10 +1,12 @@
-"""threshold=1.0 is dense attention: token for token and, within 2e-4, logit for logit, in every way of generating."""
+"""threshold=1.0 is dense attention: same tokens and, within 2e-4, same logits, however one generates."""
 
 from __future__ import annotations
 
 import pytest
-from hf_sparse import PSACache, PSAConfig, patched
+import torch
+from transformers import DynamicCache
 
+from hf_sparse import PSACache, PSAConfig, patched
 from tests.models import FAMILIES, WITHOUT_FULL_ATTENTION, get_draft_model, get_model
 from tests.parity import assert_same_run, reference, upstream_failure
 from tests.scenarios import NEEDS_CACHE, SCENARIOS, SPECULATIVE, greedy, make_prompt, run_generate
@@ -16,7 +18,7 @@ CELLS = [
 
 
 def check_used(cache, family: str, scenario: str) -> None:
-    """The run went through the library's own layers, the sparse step where there is one, and never through dense K/V."""
+    """The run went through the library's own layers and the sparse step, never through dense K and V."""
     stats = cache.stats()
     kinds = {layer["kind"] for layer in stats["layers"]}
     assert stats["materialized"] == 0
@@ -50,7 +52,7 @@ def test_exact(family, scenario):
 
 
 def check_against_greedy(family: str) -> None:
-    """Where DynamicCache cannot serve a draft model: with the draft patched too, speculation gives what greedy gives."""
+    """Where DynamicCache cannot serve a draft: with the draft patched too, speculation equals greedy."""
     model, draft = get_model(family), get_draft_model(family)
     ids = make_prompt(96, seed=5)[None]
     expected = run_generate(model, None, input_ids=ids)
@@ -84,12 +86,30 @@ def test_draft_and_model_both_patched(family):
     assert_same_run(ours, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_below_min_context_is_bit_identical_to_dense(family):
-    """`min_context` above the length: no sparse step, and not one bit of difference from the unpatched sdpa or eager run."""
+BELOW_MIN_CONTEXT = PSAConfig(threshold=0.5, min_context=4096, block_size=4)
+
+
+@pytest.mark.parametrize("scenario", ["greedy", "padded", "continued"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_dense_below_min_context(family, scenario):
+    """Contexts below `min_context` take no sparse step, whatever the threshold."""
     model = get_model(family)
-    config = PSAConfig(threshold=0.5, min_context=4096, block_size=4)
-    with patched(model, config):
-        ours = greedy(model, lambda: PSACache(model.config, config))
-    assert_same_run(ours, reference(family, "greedy"))
+    with patched(model, BELOW_MIN_CONTEXT):
+        ours = SCENARIOS[scenario](model, lambda: PSACache(model.config, BELOW_MIN_CONTEXT))
+    assert_same_run(ours, reference(family, scenario))
     assert ours["cache"].stats()["sparse_steps"] == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "glm4"])
+def test_bit_identical_to_sdpa_below_min_context(family):
+    """Without padding, windows, sinks or softcap, dense steps compute what transformers' sdpa computes."""
+    model = get_model(family)
+    model.set_attn_implementation("sdpa")
+    try:
+        expected = greedy(model, lambda: DynamicCache(config=model.config))
+        with patched(model, BELOW_MIN_CONTEXT):
+            ours = greedy(model, lambda: PSACache(model.config, BELOW_MIN_CONTEXT))
+    finally:
+        model.set_attn_implementation("eager")
+    assert torch.equal(ours["tokens"], expected["tokens"])
+    assert torch.equal(ours["scores"], expected["scores"])

@@ -25,6 +25,7 @@ class DigestStore:
         self.units_done: torch.Tensor | None = None         # [B] int64, units encoded of each row
         self.length_done = 0                                # padded length at the last `update`
         self.tail = self.tail_valid = None
+        self.stale = False                                  # kernels have encoded units that units_done doesn't count
 
     @property
     def unit_blocks(self) -> int:
@@ -122,6 +123,15 @@ class DigestStore:
         """[B, H, G, D] -> [B, H, G, units * unit_blocks] estimated log mass."""
         return ops.score(query, [part[:, :, :units] for part in self.unit], self.row, self.kind, self.block_size,
                          self.bits, softcap, self.dtype)
+
+    def mark_done(self, length: int) -> None:
+        """The kernels have encoded what closed, up to the padded length."""
+        self.length_done, self.stale = length, True
+
+    def settle(self, lengths: torch.Tensor) -> None:
+        """Before `lengths` change by other hands: note how far the kernels have come."""
+        if self.stale:
+            self.units_done, self.stale = lengths // (self.block_size * self.unit_blocks), False
 
     # -- rows ---------------------------------------------------------------------------------------------------
     def take_rows(self, index: torch.Tensor) -> None:

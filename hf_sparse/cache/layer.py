@@ -30,9 +30,10 @@ class PSALayer(LayerProtocol):
 
     kind = "psa"
 
-    def __init__(self, state: CacheState, index: int):
+    def __init__(self, state: CacheState, index: int, order: int):
         super().__init__()
-        self.state, self.index = state, index
+        self.state, self.index, self.order = state, index, order        # order: among the sparse layers
+        self.version = 0                                                # grows when a buffer moves
         state.members.append(weakref.ref(self))
         self.stats = LayerStats(state.config.record_steps)
         self._clear()
@@ -43,6 +44,7 @@ class PSALayer(LayerProtocol):
         self.lengths = self.valid = self.table = self.pool = self.digests = None
         self.columns = 0                                    # blocks of a row that have ids
         self.pending: Pending | None = None
+        self.version = getattr(self, "version", 0) + 1
         self.is_initialized = False
 
     @property
@@ -104,6 +106,9 @@ class PSALayer(LayerProtocol):
         return KVHandle(self, "keys", self.pending, total), KVHandle(self, "values", self.pending, total)
 
     def _flush(self) -> None:
+        if self.valid is not None and self.valid.shape[1] < self.length:
+            # Steps on the device only count; what they stored was real.
+            self.valid = torch.nn.functional.pad(self.valid, (0, self.length - self.valid.shape[1]), value=True)
         # Attention never asked for the last tokens (or not through us): they are stored as they are.
         if self.pending is not None and not self.pending.committed:
             self.commit(self.pending, None)
@@ -138,6 +143,7 @@ class PSALayer(LayerProtocol):
                 self.table = old
                 raise
             self.digests.reserve(self.batch, self.heads, capacity, self.device)
+            self.version += 1
         if needed > self.columns:
             target = min(needed + 1, capacity)
             count = self.batch * self.heads * (target - self.columns)
@@ -156,6 +162,7 @@ class PSALayer(LayerProtocol):
 
     def _append(self, keys, values, valid) -> None:
         count = keys.shape[2]
+        self.digests.settle(self.lengths)
         if valid is None:
             flags = torch.ones(self.batch, count, dtype=torch.bool, device=self.device)
         else:
@@ -223,6 +230,8 @@ class PSALayer(LayerProtocol):
         past = pending.start
         if self.config.sparse_queries and count > 1 and past > 0 and mask is None and not pending.committed:
             return self._attend_one_by_one(query, pending, valid, scaling, softcap, sinks, dense_step)
+        if count == 1 and past > 0 and mask is None and valid is None and not pending.committed and self.on_device(past + 1):
+            return self._device_step(query, pending, scaling, softcap, sinks)
         self.commit(pending, valid)
         self.digests.observe(query, self.heads, valid)
         if mask is not None:
@@ -317,6 +326,37 @@ class PSALayer(LayerProtocol):
             output = output * torch.sigmoid(mass - sink_logits)[..., None]
         return output.to(query.dtype).flatten(1, 2)[:, :, None]
 
+    # -- the decode step as kernels -------------------------------------------------------------------------------------
+    def on_device(self, length: int) -> bool:
+        """Whether a step that makes the row `length` tokens long is the kernels' to take."""
+        return self.state.kernels(self.device, self.dtype) and not self.pool.tiered and length >= self.config.min_context
+
+    def begin_step(self) -> None:
+        """Host work before a step of the kernels: room for one token, and digests of everything before it."""
+        self.reserve(self.length + 1)
+        store = self.digests
+        if not store.calibrated or store.length_done < self.length:
+            calibrated = store.calibrated
+            store.update(self.pool.tiers(), self.table, self.lengths, self.length, self.ragged,
+                         self.config.sink_blocks, self.key_dim, self.value_dim)
+            self.version += not calibrated
+
+    def end_step(self) -> None:
+        """Count the token that the kernels have stored (and digested)."""
+        self.length += 1
+        self.digests.mark_done(self.length)
+        self.stats.steps += 1
+        self.stats.sparse_steps += 1
+
+    def _device_step(self, query, pending, scaling, softcap, sinks):
+        self.begin_step()
+        step = self.state.step()
+        step.prepare([self], query.shape[1] // self.heads)
+        pending.committed = True
+        output = step.run(self, query, pending.keys, pending.values, sinks, scaling, softcap)
+        self.end_step()
+        return output.transpose(1, 2)
+
     def _budget(self, candidates, forced, total, blocks):
         """[B] how many ranked blocks may be read, [B] how many must be, and how many to rank."""
         config = self.config
@@ -381,6 +421,7 @@ class PSALayer(LayerProtocol):
         if not self.is_initialized:
             return
         index = index.to(self.device)
+        self.digests.settle(self.lengths)
         P, H = self.config.block_size, self.heads
         tiers = self.pool.tiers()
         open_column = self.lengths // P
@@ -400,6 +441,7 @@ class PSALayer(LayerProtocol):
             shared = torch.arange(first, self.columns, device=self.device) < open_column[:, None]
             table[:, :, first:self.columns] = torch.where(shared[:, None], old[:, :, first:self.columns], fresh)
         self.table, self.lengths, self.batch = table, lengths, rows
+        self.version += 1
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
         self.digests.take_rows(index)
@@ -432,6 +474,7 @@ class PSALayer(LayerProtocol):
         count = self.to_remove(tokens)
         if count == 0 or not self.is_initialized:
             return
+        self.digests.settle(self.lengths)
         tiers = self.pool.tiers()
         self._unpin(tiers, self.tail_start(self.lengths), torch.full_like(self.lengths, self.columns))
         self.length -= count

@@ -51,7 +51,8 @@ class PSACache(Cache):
 
     def _mirror(self, config, index: int, layer):
         if is_plain_layer(layer):
-            return PSALayer(self.state, index)
+            order = sum(isinstance(member(), PSALayer) for member in self.state.members)
+            return PSALayer(self.state, index, order)
         if is_sliding_layer(layer):
             return WindowLayer(self.state, index, layer.sliding_window, chunk_of(config, index))
         if hasattr(layer, "conv_states") and not hasattr(layer, "keys") or getattr(layer, "is_dummy", False) \

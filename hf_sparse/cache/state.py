@@ -9,6 +9,7 @@ import torch
 from ..config import PSAConfig
 from ..selection.rounds import largest_round
 from ..sizes import format_bytes
+from .backend import use_kernels
 from .pool import BlockPool
 
 
@@ -23,6 +24,18 @@ class CacheState:
     dense_expected: bool = False                            # patch_model has already said that this model is dense
     warned: bool = False
     members: list = field(default_factory=list)             # weak references to the layers of this cache
+    static: object = None                                   # the StaticStep of this cache's kernels, once there is one
+
+    def kernels(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether decoding on this device goes through the Triton kernels; says once why not."""
+        return use_kernels(self.config, device, dtype)
+
+    def step(self):
+        """What the kernels need beside the layers: made at the first step."""
+        if self.static is None:
+            from .static import StaticStep                  # Triton is imported only where it is used
+            self.static = StaticStep(self.config, self.layers)
+        return self.static
 
     def live_layers(self) -> list:
         return [layer for layer in (member() for member in self.members) if layer is not None]

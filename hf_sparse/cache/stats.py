@@ -8,10 +8,10 @@ class LayerStats:
     """What the decode steps of one layer read and gathered."""
 
     def __init__(self, record_steps: int):
-        self.steps = self.sparse_steps = self.materialized = 0
+        self.steps = self.sparse_steps = self.reference_steps = self.materialized = 0
         self.record_steps = record_steps
         self.read = self.held = self.coverage = self.true_coverage = None
-        self.captured = self.history = None
+        self.captured = self.history = self.counters = None
 
     def record(self, read, held, mass, coverage, true_mass, sinks) -> None:
         """One sparse step.
@@ -29,6 +29,7 @@ class LayerStats:
         if self.sparse_steps < self.record_steps:
             self.history[self.sparse_steps] = read.float().mean()
         self.sparse_steps += 1
+        self.reference_steps += 1
         self.read += read.sum()
         self.held += held.sum() * heads
         self.coverage += coverage.double().mean()
@@ -38,14 +39,30 @@ class LayerStats:
                 mass, true_mass = torch.logaddexp(mass, sinks), torch.logaddexp(true_mass, sinks)
             self.true_coverage += torch.exp(mass.double() - true_mass.double()).clamp(max=1.0).mean()
 
+    def device_buffers(self, batch: int, heads: int, group: int, device):
+        """Counters fp64 [4] (blocks read, blocks held, coverage, rows and heads) and captured log mass
+        fp32 [batch, heads, group] that kernels write."""
+        if self.counters is None:
+            self.counters = torch.zeros(4, dtype=torch.float64, device=device)
+        if self.captured is None or self.captured.shape != (batch, heads, group):
+            self.captured = torch.zeros(batch, heads, group, device=device)
+        return self.counters, self.captured
+
     def as_dict(self, index: int, kind: str, verify: bool) -> dict:
         read, held = (0.0, 0.0) if self.read is None else (float(self.read), float(self.held))
         steps = self.sparse_steps
+        coverage = 0.0 if self.coverage is None else float(self.coverage)
+        if self.counters is not None:
+            more = self.counters.tolist()
+            read, held = read + more[0], held + more[1]
+            # Kernels add each row and head; a step is their mean.
+            counted = steps - (self.reference_steps if self.coverage is not None else 0)
+            coverage += more[2] / more[3] * counted if more[3] else 0.0
         return {
             "layer": index, "kind": kind, "steps": self.steps, "sparse_steps": steps,
             "blocks_read": read, "blocks_held": held, "kv_fraction": read / held if held else None,
             "captured_log_mass": None if self.captured is None else self.captured.flatten(1).tolist(),
-            "coverage": float(self.coverage) / steps if steps else None,
+            "coverage": coverage / steps if steps else None,
             "coverage_true": float(self.true_coverage) / steps if steps and verify else None,
             "history": [] if self.history is None else self.history[:steps].tolist(),
         }

@@ -8,18 +8,18 @@ MAX_ROUND = 32
 def round_bounds(max_blocks: int, first: int, growth: float) -> list[int]:
     """Cumulative block counts at which the stop rule is checked: [first, ...], ending at `max_blocks`.
 
-    Rounds have `first` blocks at least, and otherwise grow so that each check has read `growth` times the blocks
-    of the one before; never more than `MAX_ROUND` a round (or `first`, if that is larger).
+    Each check has read about `growth` times the blocks of the one before, in steps of whole multiples of `first`
+    (the chunk in which kernels read), and never more than `MAX_ROUND` blocks more.
     """
     bounds: list[int] = []
     done = 0
     while done < max_blocks:
-        size = min(max(first, int(done * (growth - 1.0))), max(first, MAX_ROUND))
-        done = min(done + size, max_blocks)
+        size = int(done * (growth - 1.0)) // first * first
+        done = min(done + min(max(first, size), largest_round(first)), max_blocks)
         bounds.append(done)
     return bounds
 
 
 def largest_round(first: int) -> int:
     """Blocks of the largest round there can be."""
-    return max(first, MAX_ROUND)
+    return max(first, MAX_ROUND // first * first)

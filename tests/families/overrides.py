@@ -64,8 +64,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp": dict(text_config=_QWEN4_INDEXER),
     "qwen4_exp_text": _QWEN4_INDEXER,
     "recurrent_gemma": dict(num_hidden_layers=3),
-    "reformer": dict(is_decoder=True, axial_pos_embds=False),
-    "xmod": dict(default_language="en_XX", is_decoder=True),
+    "reformer": dict(axial_pos_embds=False),
+    "xmod": dict(default_language="en_XX"),
     "zamba": dict(
         num_hidden_layers=6,
         layers_block_type=[_LINEAR, _LINEAR, "hybrid", _LINEAR, "hybrid", _LINEAR],
@@ -83,8 +83,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     ),
 }
 
-# Families that no tiny decoder can be made of, and why. A family that fails to build without being named here is reported
-# with the error it raised.
+# Families that no tiny decoder can be made of, and why. A family that fails to build without being named
+# here is reported with the error it raised.
 UNBUILDABLE: dict[str, str] = {
     "gemma4_assistant": "drafts from the keys and values of another model; it cannot generate alone",
     "gemma4_unified_assistant": "drafts from the keys and values of another model; it cannot generate alone",

@@ -1,8 +1,9 @@
 """Shrinks the default config of any decoder family of transformers to something that builds in milliseconds.
 
-The rules work by the names that configs use for the same thing (`hidden_size`, `d_model`, `n_embd` ...). What they cannot know,
-relations between sizes in one family, is in `overrides.py`. Per-layer lists (`layer_types`, `mlp_layer_types` ...) are
-cut to one layer of each kind that occurs, in their order, so that a hybrid stays a hybrid.
+The rules work by the names that configs use for the same thing (`hidden_size`, `d_model`, `n_embd` ...).
+What they cannot know, relations between sizes in one family, is in `overrides.py`. Per-layer lists
+(`layer_types`, `mlp_layer_types` ...) are cut to one layer of each kind that occurs, in their order, so
+that a hybrid stays a hybrid.
 """
 
 from __future__ import annotations
@@ -19,160 +20,40 @@ MAX_POSITIONS = 512
 WINDOW = 16
 MIN_LAYERS, MAX_LAYERS = 2, 6
 
-_SIZES: dict[str, int] = {}
-
-
-def _set(value: int, *names: str) -> None:
-    _SIZES.update(dict.fromkeys(names, value))
-
-
-_set(
-    VOCAB_SIZE,
-    "vocab_size",
-    "decoder_vocab_size",
-    "vocab_size_per_layer_input",
-    "audio_vocab_size",
-    "n_vocab",
-)
-_set(
-    HIDDEN_SIZE,
-    "hidden_size",
-    "d_model",
-    "n_embd",
-    "embed_dim",
-    "emb_dim",
-    "dim",
-    "attention_hidden_size",
-    "embedding_dim",
-)
-_set(
-    HIDDEN_SIZE,
-    "embedding_size",
-    "word_embed_proj_dim",
-    "input_embedding_size",
-    "output_embedding_size",
-    "lru_width",
-)
-_set(HIDDEN_SIZE, "backbone_hidden_size", "router_hidden_size")
-_set(
-    64,
-    *(
-        "intermediate_size",
-        "ffn_dim",
-        "decoder_ffn_dim",
-        "encoder_ffn_dim",
-        "ffn_hidden_size",
-        "d_ff",
-        "n_inner",
-        "dim_ff",
-        "dff",
+_NAMES_BY_SIZE = [
+    (VOCAB_SIZE, "vocab_size decoder_vocab_size vocab_size_per_layer_input audio_vocab_size n_vocab"),
+    (HIDDEN_SIZE, "hidden_size d_model n_embd embed_dim emb_dim dim embedding_dim attention_hidden_size"),
+    (HIDDEN_SIZE, "embedding_size word_embed_proj_dim input_embedding_size output_embedding_size lru_width"),
+    (HIDDEN_SIZE, "backbone_hidden_size router_hidden_size"),
+    (64, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_ff n_inner dim_ff dff"),
+    (64, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size d_inner"),
+    (64, "expert_ffn_hidden_size intermediate_size_mlp dense_intermediate_size feed_forward_size"),
+    (64, "moe_shared_expert_intermediate_size shared_experts_intermediate_size"),
+    (64, "prefix_dense_intermediate_size expert_intermediate_size"),
+    (
+        NUM_HEADS,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads",
     ),
-    *(
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-        "shared_intermediate_size",
-        "expert_ffn_hidden_size",
-        "d_inner",
-    ),
-    *(
-        "intermediate_size_mlp",
-        "moe_shared_expert_intermediate_size",
-        "dense_intermediate_size",
-        "feed_forward_size",
-    ),
-    *("shared_experts_intermediate_size", "prefix_dense_intermediate_size", "expert_intermediate_size"),
-)
-_set(
-    NUM_HEADS,
-    *(
-        "num_attention_heads",
-        "n_head",
-        "n_heads",
-        "num_heads",
-        "decoder_attention_heads",
-        "encoder_attention_heads",
-    ),
-    *(
-        "attention_heads",
-        "num_encoder_attention_heads",
-        "num_decoder_attention_heads",
-        "swa_num_attention_heads",
-        "linear_num_heads",
-    ),
-)
-_set(
-    HEAD_DIM,
-    "head_dim",
-    "attention_head_size",
-    "kv_channels",
-    "d_head",
-    "dim_head",
-    "query_pre_attn_scalar",
-    "swa_head_dim",
-)
-_set(
-    HEAD_DIM,
-    "global_head_dim",
-    "v_head_dim",
-    "qk_head_dim",
-    "index_head_dim",
-    "indexer_head_dim",
-    "attention_head_dim",
-)
-_set(HEAD_DIM, "linear_head_dim", "swa_v_head_dim", "linear_key_head_dim", "linear_value_head_dim")
-_set(HEAD_DIM // 2, "qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim")
-_set(
-    16,
-    "q_lora_rank",
-    "kv_lora_rank",
-    "o_lora_rank",
-    "gated_norm_rank",
-    "hc_lowrank",
-    "adapter_rank",
-    "laurel_rank",
-    "loop_gate_rank",
-)
-_set(
-    4,
-    *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "zero_expert_num"),
-    *("linear_num_key_heads", "linear_num_value_heads", "index_n_heads", "indexer_n_heads", "o_groups"),
-)
-_set(2, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-_set(
-    1,
-    "n_group",
-    "topk_group",
-    "num_expert_group",
-    "n_shared_experts",
-    "num_shared_experts",
-    "moe_num_shared_experts",
-)
-_set(
-    MAX_POSITIONS,
-    *(
-        "max_position_embeddings",
-        "n_positions",
-        "n_ctx",
-        "max_seq_len",
-        "model_max_length",
-        "max_sequence_length",
-    ),
-    *("context_length", "max_target_positions", "original_max_position_embeddings"),
-)
-_set(
-    WINDOW, "sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention"
-)
-_set(WINDOW, "attention_chunk_size")
-_set(
-    16,
-    "mamba_d_state",
-    "state_size",
-    "ssm_state_size",
-    "hidden_size_per_layer_input",
-    "time_step_rank",
-    "mamba_dt_rank",
-)
-_set(8, "index_topk", "chunk_size", "mamba_chunk_size")
+    (NUM_HEADS, "attention_heads num_encoder_attention_heads num_decoder_attention_heads linear_num_heads"),
+    (NUM_HEADS, "swa_num_attention_heads encoder_attention_heads"),
+    (HEAD_DIM, "attention_head_size kv_channels d_head dim_head query_pre_attn_scalar swa_head_dim"),
+    (HEAD_DIM, "global_head_dim v_head_dim qk_head_dim index_head_dim indexer_head_dim attention_head_dim"),
+    (HEAD_DIM, "linear_head_dim swa_v_head_dim linear_key_head_dim linear_value_head_dim"),
+    (HEAD_DIM // 2, "qk_rope_head_dim qk_nope_head_dim rotary_dim"),
+    (16, "q_lora_rank kv_lora_rank o_lora_rank gated_norm_rank hc_lowrank adapter_rank laurel_rank"),
+    (16, "loop_gate_rank mamba_d_state state_size ssm_state_size hidden_size_per_layer_input"),
+    (16, "time_step_rank mamba_dt_rank"),
+    (4, "num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num index_n_heads"),
+    (4, "linear_num_key_heads linear_num_value_heads indexer_n_heads o_groups"),
+    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts"),
+    (1, "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts"),
+    (MAX_POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
+    (MAX_POSITIONS, "max_sequence_length max_target_positions original_max_position_embeddings"),
+    (WINDOW, "sliding_window sliding_window_size window_size attention_window_size local_attention"),
+    (WINDOW, "attention_chunk_size"),
+    (8, "index_topk chunk_size mamba_chunk_size"),
+]
+_SIZES = {name: size for size, names in _NAMES_BY_SIZE for name in names.split()}
 
 _KEY_VALUE_HEADS = (
     "num_key_value_heads",
@@ -187,8 +68,9 @@ _LAYER_COUNTS = (
 )
 # Written into every saved config; or derived by the constructor; or naming things that do not exist here.
 _DROP = frozenset(
-    "transformers_version architectures model_type _name_or_path id2label label2id dtype torch_dtype rope_scaling "
-    "_attn_implementation attn_implementation is_encoder_decoder output_attentions output_hidden_states".split()
+    "transformers_version architectures model_type _name_or_path id2label label2id dtype torch_dtype "
+    "rope_scaling _attn_implementation attn_implementation is_encoder_decoder output_attentions "
+    "output_hidden_states".split()
 )
 
 
@@ -217,7 +99,7 @@ def _plain_rope(value: Any) -> Any:
 
 
 def _relocate(per_layer: dict, keep: list[int]) -> dict:
-    """Per-layer exceptions, keyed by layer index, for the layers that are kept; their sizes shrink like all others."""
+    """Per-layer exceptions, keyed by layer index, for the layers that are kept, shrunk like the rest."""
     by_index = {int(index): entries for index, entries in per_layer.items()}
     return {str(new): shrink(by_index[old]) for new, old in enumerate(keep) if old in by_index}
 
@@ -244,6 +126,8 @@ def shrink(entries: dict[str, Any]) -> dict[str, Any]:
             result[name] = {**shrink(value), **{key: value[key] for key in ("model_type",) if value.get(key)}}
         elif name in _LAYER_COUNTS and isinstance(value, int):
             result[name] = len(keep)
+        elif name == "is_decoder":  # without it, models of the BERT kind attend in both directions
+            result[name] = True
         elif name == "rope_parameters":
             result[name] = _plain_rope(value)
         elif name == "per_layer_config" and value:

@@ -1,11 +1,11 @@
-"""Runs every causal language model family of transformers as a tiny model, and says what the library does with it.
+"""Runs every causal language model family of transformers as a tiny model, and says how it is served.
 
     python -m tests.families.sweep                          # all families, a line each and a summary
     python -m tests.families.sweep --only llama,gemma3_text
     python -m tests.families.sweep --jobs 2 --json families.json --table README.md
 
-Every family runs in a process of its own with a time and a memory limit, forked from one that has transformers loaded.
-The exit status is 1 if any family is wrong or crashes.
+Every family runs in a process of its own with a time and a memory limit, forked from one that has
+transformers loaded. The exit status is 1 if any family is wrong or crashes.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ def render(records: list[Record]) -> str:
     """A markdown table: one row per outcome that occurs, with its families."""
     tested = [record for record in records if record.outcome != "unbuildable"]
     lines = [
-        f"{len(tested)} of the {len(records)} causal language model families of transformers {transformers.__version__},",
-        "each as a tiny random model: a left-padded batch of three, greedy, compared with the unpatched model.",
+        f"{len(tested)} of the {len(records)} causal language model families of transformers "
+        f"{transformers.__version__},",
+        "each as a tiny random model: a left-padded batch of three, greedy, against the unpatched model.",
         "",
         "| outcome | families | |",
         "|---|---|---|",

@@ -1,0 +1,90 @@
+"""The decode step as kernels see it: descriptors of a cache's layers, kept up to date between steps."""
+from __future__ import annotations
+
+import torch
+
+from ..config import PSAConfig
+from ..kernels.decode import FIELDS, NO_LIMIT, DecodePolicy, DecodeShape, DecodeWork, bounds_flags, decode_layer
+from .layer import PSALayer
+
+
+def decode_policy(config: PSAConfig) -> DecodePolicy:
+    never = config.policy == "top_k" or (config.policy == "threshold" and config.threshold >= 1.0)
+    limit = config.max_blocks or NO_LIMIT
+    share = 1.0
+    if config.policy == "top_k":
+        if isinstance(config.top_k, float):
+            share = config.top_k
+        else:
+            limit = min(limit, config.top_k)
+    return DecodePolicy(
+        threshold=config.top_p if config.policy == "top_p" else config.threshold, never=never,
+        by_estimate=config.policy == "top_p", group_min=config.group_stop == "min", max_blocks=limit,
+        min_blocks=config.min_blocks, top_share=share, min_context=config.min_context,
+        sink_blocks=config.sink_blocks, recent_blocks=config.recent_blocks, round_blocks=config.round_blocks,
+        round_growth=config.round_growth)
+
+
+class StaticStep:
+    """Descriptors and work buffers for decoding with one batch size.
+
+    Their addresses never change, whichever cache is bound and however it grows, so a graph captured with them stays
+    valid; `prepare` rewrites the numbers in them when something has moved.
+    """
+
+    def __init__(self, config: PSAConfig, layers: int):
+        self.policy = decode_policy(config)
+        self.layers = layers
+        self.work: dict[tuple, DecodeWork] = {}             # by device and shape
+        self.bounds: dict[torch.device, torch.Tensor] = {}
+        self.desc: dict[torch.device, torch.Tensor] = {}    # [layers, FIELDS]
+        self.seen: list[tuple | None] = [None] * layers     # what each row describes
+
+    def prepare(self, layers: list[PSALayer], group: int) -> None:
+        """Point the descriptors at these layers, whose query heads come in groups of `group`."""
+        for layer in layers:
+            work = self._work(layer, group)
+            version = (id(layer.state), layer.version, layer.pool.kv.data_ptr(), work.width)
+            if self.seen[layer.order] == version:
+                continue
+            if layer.device not in self.desc:
+                self.desc[layer.device] = torch.zeros(self.layers, FIELDS, dtype=torch.int64, device=layer.device)
+            self.desc[layer.device][layer.order] = torch.tensor(_describe(layer, work), dtype=torch.int64)
+            self.seen[layer.order] = version
+
+    def _work(self, layer: PSALayer, group: int) -> DecodeWork:
+        shape = _shape(layer, group)
+        if (layer.device, shape) not in self.work:
+            self.work[layer.device, shape] = DecodeWork(shape, self.policy, layer.device)
+        if layer.device not in self.bounds:
+            self.bounds[layer.device] = bounds_flags(self.policy, layer.device)
+        work = self.work[layer.device, shape]
+        work.reserve(layer.table.shape[2])
+        return work
+
+    def run(self, layer: PSALayer, query, key, value, sinks, scaling: float, softcap: float) -> torch.Tensor:
+        """The decode step of a prepared layer: [B, Hq, 1, D] -> [B, 1, Hq, Dv]."""
+        work = self.work[layer.device, _shape(layer, query.shape[1] // layer.heads)]
+        return decode_layer(self.desc[layer.device][layer.order], work, self.bounds[layer.device], query, key, value,
+                            sinks, scaling, softcap)
+
+
+def _shape(layer: PSALayer, group: int) -> DecodeShape:
+    digest = layer.digests.digest
+    return DecodeShape(layer.batch, layer.heads, group, layer.key_dim, layer.value_dim, layer.config.block_size,
+                       digest.unit_blocks, digest.high_channels, digest.low_channels, layer.dtype)
+
+
+def _describe(layer: PSALayer, work: DecodeWork) -> list[int]:
+    """A descriptor's numbers, in the order of `kernels/descriptor.py`."""
+    store = layer.digests
+    unit = dict(zip(store.digest.unit_layout(store.dtype), store.unit))
+    row = dict(zip(store.digest.row_layout(), store.row))
+    counters, captured = layer.stats.device_buffers(layer.batch, layer.heads, work.shape.group_pad, layer.device)
+    tensors = [layer.table, layer.lengths, layer.pool.kv, unit["high"], unit["low"], unit["minimum"], unit["scale"],
+               row["centre"], row["order"], counters, work.estimate, work.share, work.ranked, work.part,
+               work.part_mass, work.part_left]
+    numbers = [tensor.data_ptr() for tensor in tensors]
+    numbers += [layer.table.shape[2], unit["high"].shape[2], layer.pool.elements, work.width, work.chunks,
+                captured.data_ptr()]
+    return numbers + [0] * (FIELDS - len(numbers))

@@ -1,0 +1,1 @@
+"""The `hf-sparse` command; one file a verb."""

@@ -1,0 +1,119 @@
+"""Decode-true measurement: the context is prefilled exactly, question and answer go through the sparse step.
+
+Evaluations that read the question together with the context never exercise the sparse step on it, and report dense
+figures under a sparse name. Here a fork of the prefilled cache answers every question, token by token through the
+sparse step, and `check_sparse` raises where nothing was sparse.
+"""
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.psa_cache import PSACache
+from ..config import PSAConfig
+from .samples import Question
+
+# Reads everything, exactly, whatever the cache's own policy is.
+DENSE = dict(policy="threshold", threshold=1.0, stop_rule="estimate", min_blocks=0, max_blocks=None, verify=False,
+             sparse_queries=False)
+
+
+class DenseDecodeError(RuntimeError):
+    """A measurement of sparse decoding in which decoding was dense."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the model predicted for a gold answer.
+
+    Args:
+        log_probs: [answer tokens, vocabulary] fp64 log-probabilities on the CPU, each given the gold tokens before.
+        stats: `PSACache.stats()` of the fork that answered.
+    """
+
+    log_probs: torch.Tensor
+    stats: dict
+
+
+@torch.no_grad()
+def prefill(model, context: tuple[int, ...], config: PSAConfig, chunk: int | None = None) -> PSACache:
+    """Run a context through a patched model.
+
+    Args:
+        context: token ids.
+        chunk: tokens a forward, which bounds the memory of a long context; None: all at once.
+
+    Returns:
+        A PSACache that holds the context; fork it for every question.
+    """
+    cache = PSACache(model.config, config.replace(sparse_queries=False))
+    ids = torch.tensor([context], device=model.device)
+    for part in ids.split(chunk or len(context), dim=1):
+        model(input_ids=part, past_key_values=cache, use_cache=True, **_last_logits(model, 1))
+    return cache
+
+
+@torch.no_grad()
+def answer(model, cache: PSACache, question: Question, dense: bool = False, one_forward: bool = True) -> Reading:
+    """Ask one question on a prefilled cache, which is left as it was.
+
+    Args:
+        dense: answer with exact dense attention over the same blocks: the reference.
+        one_forward: question and answer in one forward whose tokens take the sparse step one after the other, which
+            computes what token-by-token decoding does; False does that decoding, a forward a token.
+
+    Raises:
+        DenseDecodeError: `dense` is False, and some of decoding was dense all the same.
+        FloatingPointError: the model produced NaN or infinite logits.
+    """
+    fork = cache.fork(**(DENSE if dense else {"sparse_queries": True}))
+    ids = torch.tensor([question.prompt + question.answer[:-1]], device=model.device)
+    wanted = len(question.answer)
+    if one_forward:
+        logits = model(input_ids=ids, past_key_values=fork, use_cache=True, **_last_logits(model, wanted)).logits
+    else:
+        logits = torch.cat([model(input_ids=one, past_key_values=fork, use_cache=True).logits
+                            for one in ids.split(1, dim=1)], dim=1)
+    logits = logits[0, -wanted:].double().cpu()
+    if not bool(torch.isfinite(logits).all()):
+        raise FloatingPointError(f"the model's logits are not finite ({'dense' if dense else 'sparse'} attention)")
+    stats = fork.stats()
+    if not dense:
+        check_sparse(stats, fork.config, ids.shape[1])
+    return Reading(torch.log_softmax(logits, dim=-1), stats)
+
+
+def check_sparse(stats: dict, config: PSAConfig, tokens: int) -> None:
+    """Raise DenseDecodeError unless all `tokens` took the sparse step, and blocks were skipped if the policy can."""
+    if stats["sparse_steps"] < tokens:
+        raise DenseDecodeError(
+            f"only {stats['sparse_steps']} of {tokens} question and answer tokens went through the sparse step, so "
+            f"this would measure dense attention. Contexts shorter than min_context={config.min_context} tokens are "
+            "attended densely (lengthen the context or lower min_context), as are models that are not patched and "
+            "models without a full-attention layer.")
+    if can_skip(config) and stats["blocks_read"] >= stats["blocks_held"]:
+        raise DenseDecodeError(
+            f"all {stats['blocks_held']:.0f} blocks were read although policy={config.policy!r} may skip some, so this "
+            "would measure dense attention. Lengthen the context, or lower the threshold, min_blocks or block_size.")
+
+
+def can_skip(config: PSAConfig) -> bool:
+    """Whether the policy may leave blocks unread at all."""
+    if config.max_blocks is not None:
+        return True
+    if config.policy == "threshold":
+        return config.threshold < 1.0
+    return config.policy == "top_k" and config.top_k != 1.0 or config.policy == "top_p" and config.top_p < 1.0
+
+
+def divergence(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    """KL(dense || sparse) in nats for every answer token: [tokens] fp64, from two [tokens, vocabulary] log_probs."""
+    return (dense.exp() * (dense - sparse)).sum(-1).clamp(min=0.0)
+
+
+def _last_logits(model, count: int) -> dict:
+    """Ask only for the logits that are read, from models that can do so: a vocabulary times a context is a lot."""
+    known = inspect.signature(model.forward).parameters
+    return {"logits_to_keep": count} if "logits_to_keep" in known else {}

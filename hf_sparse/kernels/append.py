@@ -1,0 +1,160 @@
+"""First kernel of the decode step: store the token, finish a digest that closes, attend to the always-read blocks."""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import descriptor as d
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Adding and subtracting it rounds fp32 to the nearest integer, ties to even, in the interpreter and on the GPU alike.
+ROUND = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _round(x):
+    return (x + ROUND) - ROUND
+
+
+@triton.jit
+def _fp16_range(x):
+    return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def softcap_log2(s, softcap):
+    """Base-2 logits -> base-2 logits of softcap * tanh(natural logit / softcap)."""
+    x = s / LOG2E / softcap
+    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t) * softcap * LOG2E
+
+
+@triton.jit
+def _encode_part(kv, row, centre, order, unit, out, minimum, scale, first, R: tl.constexpr, RP: tl.constexpr,
+                 BITS: tl.constexpr, element, P: tl.constexpr, D: tl.constexpr, U: tl.constexpr, SINK: tl.constexpr):
+    """Codes of channels order[first : first + R] of one unit (digests/channel_codes.py says how)."""
+    FIELDS: tl.constexpr = 8 // BITS
+    ROWS: tl.constexpr = U // FIELDS
+    levels = (1 << BITS) - 1
+    r = tl.arange(0, RP)
+    inside = r < R
+    channel = tl.load(order + first + r, mask=inside, other=0).to(tl.int32)
+    mid = tl.load(centre + channel, mask=inside, other=0.0)
+    low = tl.full([RP], float("inf"), tl.float32)
+    high = tl.full([RP], float("-inf"), tl.float32)
+    j = tl.arange(0, ROWS)
+    for f in tl.static_range(FIELDS):
+        token = unit * U + f * ROWS + j
+        slot = tl.load(row + token // P)
+        at = slot[:, None] * element + (token % P)[:, None] * D + channel[None, :]
+        k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
+        kept = (token >= SINK * P)[:, None] & inside[None, :]
+        low = tl.minimum(low, tl.min(tl.where(kept, k, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(kept, k, float("-inf")), 0))
+    empty = low > high
+    low, high = tl.where(empty, 0.0, low), tl.where(empty, 0.0, high)
+    base = _fp16_range(low)
+    step = _fp16_range((high - base.to(tl.float32)) / levels)
+    tl.store(minimum + first + r, base, mask=inside)
+    tl.store(scale + first + r, step, mask=inside)
+    base, step = base.to(tl.float32), step.to(tl.float32)
+    inverse = tl.where(step > 0, 1.0 / tl.where(step > 0, step, 1.0), 0.0)
+    packed = tl.zeros([ROWS, RP], tl.int32)
+    for f in tl.static_range(FIELDS):
+        token = unit * U + f * ROWS + j
+        slot = tl.load(row + token // P)
+        at = slot[:, None] * element + (token % P)[:, None] * D + channel[None, :]
+        k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
+        code = tl.minimum(tl.maximum(_round((k - base[None, :]) * inverse[None, :]), 0.0), levels * 1.0).to(tl.int32)
+        code = tl.where((token >= SINK * P)[:, None], code, 0)
+        packed = packed | (code << (BITS * f))
+    tl.store(out + j[:, None] * R + r[None, :], packed.to(tl.uint8), mask=inside[None, :])
+
+
+@triton.jit
+def append_kernel(desc, Q, K, V, QP, QC, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap,
+                  H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                  DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, SINK: tl.constexpr,
+                  RECENT: tl.constexpr, TAIL: tl.constexpr, R4: tl.constexpr, R4P: tl.constexpr, R2: tl.constexpr,
+                  R2P: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr):
+    """One program a row and KV head.
+
+    Q [B, Hq, D], K [B, H, D], V [B, H, DV] with strides; QP [B, H, D, GP] fp32: the query in channel order, scaled to
+    base 2; QC [B, H, GP]: query . centre; OF [B, H, GP, DVP], MF [B, H, GP]: output and log2 mass of the always-read
+    blocks.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    b, h = pid // H, pid % H
+    U: tl.constexpr = P * UB
+    lengths = tl.load(desc + d.LENGTHS).to(tl.pointer_type(tl.int64))
+    length = tl.load(lengths + b)
+    row = tl.load(desc + d.TABLE).to(tl.pointer_type(tl.int64)) + pid * tl.load(desc + d.COLUMNS)
+    kv = tl.multiple_of(tl.load(desc + d.KV), 16).to(tl.pointer_type(TYPE))
+    element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
+
+    # Store the token.
+    rd, rv = tl.arange(0, DP), tl.arange(0, DVP)
+    slot = tl.load(row + length // P) * element
+    inside = length % P
+    tl.store(kv + slot + inside * D + rd, tl.load(K + b * k_b + h * k_h + rd, mask=rd < D, other=0.0), mask=rd < D)
+    tl.store(kv + slot + P * D + inside * DV + rv, tl.load(V + b * v_b + h * v_h + rv, mask=rv < DV, other=0.0),
+             mask=rv < DV)
+    tl.debug_barrier()
+    new = length + 1
+
+    # Finish the digest of a unit that this token closes.
+    centre = tl.load(desc + d.CENTRE).to(tl.pointer_type(tl.float32)) + pid * D
+    order = tl.load(desc + d.ORDER).to(tl.pointer_type(tl.int16)) + pid * D
+    if new % U == 0:
+        unit = new // U - 1
+        at = pid * tl.load(desc + d.UNITS) + unit
+        minimum = tl.load(desc + d.MINIMUM).to(tl.pointer_type(tl.float16)) + at * (R4 + R2)
+        steps = tl.load(desc + d.SCALE).to(tl.pointer_type(tl.float16)) + at * (R4 + R2)
+        high = tl.load(desc + d.HIGH).to(tl.pointer_type(tl.uint8)) + at * (U // 2 * R4)
+        low = tl.load(desc + d.LOW).to(tl.pointer_type(tl.uint8)) + at * (U // 4 * R2)
+        _encode_part(kv, row, centre, order, unit, high, minimum, steps, 0, R4, R4P, 4, element, P, D, U, SINK)
+        _encode_part(kv, row, centre, order, unit, low, minimum, steps, R4, R2, R2P, 2, element, P, D, U, SINK)
+
+    # The query, as the ranking wants it.
+    rg = tl.arange(0, GP)
+    q_at = Q + b * q_b + (h * G + rg)[:, None] * q_h
+    live = rg < G
+    mid = tl.load(centre + rd, mask=rd < D, other=0.0)
+    q = tl.load(q_at + rd[None, :], mask=live[:, None] & (rd < D)[None, :], other=0.0).to(tl.float32)
+    tl.store(QC + pid * GP + rg, tl.sum(q * mid[None, :], 1) * (scale * LOG2E))
+    place = tl.load(order + rd, mask=rd < D, other=0).to(tl.int32)
+    permuted = tl.load(q_at + place[None, :], mask=live[:, None] & (rd < D)[None, :], other=0.0).to(tl.float32)
+    tl.store(QP + pid * D * GP + rd[None, :] * GP + rg[:, None], permuted * (scale * LOG2E), mask=(rd < D)[None, :])
+
+    # The always-read blocks: sink and tail.
+    RQ: tl.constexpr = 16 if GP < 16 else GP
+    rq = tl.arange(0, RQ)
+    rp = tl.arange(0, P)
+    qq = tl.load(Q + b * q_b + (h * G + rq)[:, None] * q_h + rd[None, :],
+                 mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
+    start = tl.maximum(tl.minimum(new // U * UB, length // P - RECENT), SINK)
+    top = tl.full([RQ], float("-inf"), tl.float32)
+    total = tl.zeros([RQ], tl.float32)
+    acc = tl.zeros([RQ, DVP], tl.float32)
+    for i in range(SINK + TAIL):
+        column = tl.where(i < SINK, i, start + i - SINK)
+        if (column * P < new) & ((i < SINK) | (column >= SINK)):
+            at = tl.load(row + column) * element
+            seen = column * P + rp < new
+            k = tl.load(kv + at + rp[None, :] * D + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
+            s = tl.dot(qq, k, input_precision="ieee") * (scale * LOG2E)
+            if CAP:
+                s = softcap_log2(s, softcap)
+            s = tl.where(seen[None, :], s, float("-inf"))
+            peak = tl.maximum(top, tl.max(s, 1))
+            p = tl.exp2(s - peak[:, None])
+            fade = tl.exp2(top - peak)
+            v = tl.load(kv + at + P * D + rp[:, None] * DV + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
+                        other=0.0)
+            acc = acc * fade[:, None] + tl.dot(p.to(TYPE), v, input_precision="ieee")
+            total = total * fade + tl.sum(p, 1)
+            top = peak
+    out = acc / total[:, None]
+    tl.store(OF + pid * GP * DVP + rq[:, None] * DVP + rv[None, :], out, mask=(rq < GP)[:, None])
+    tl.store(MF + pid * GP + rq, top + tl.log2(total), mask=rq < GP)

@@ -1,0 +1,192 @@
+"""Attend kernel: read the ranked blocks in parallel chunks, then stop where the rule would have stopped.
+
+A chunk is the smallest round. All chunks that the estimates call for are read at once; the last program of a row and KV
+head to finish walks their masses in rank order, finds the first check of the stop rule that passes with the mass really
+gathered, and merges the chunks up to there in a fixed order. What was read beyond it is dropped, so the result is that
+of reading round by round.
+"""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import descriptor as d
+from .append import softcap_log2
+
+
+@triton.jit
+def _chunk(desc, kv, row, ranked, estimate, width, element, qq, total, scale, softcap, chunk, planned, part, part_mass,
+           part_left, G: tl.constexpr, GP: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+           DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, CB: tl.constexpr, TT: tl.constexpr,
+           TYPE: tl.constexpr, CAP: tl.constexpr):
+    """Attention over ranked blocks [chunk * CB, chunk * CB + CB)."""
+    rd, rv = tl.arange(0, DP), tl.arange(0, DVP)
+    rt, rq, rg, rc = tl.arange(0, TT), tl.arange(0, RQ), tl.arange(0, GP), tl.arange(0, CB)
+    top = tl.full([RQ], float("-inf"), tl.float32)
+    weight = tl.zeros([RQ], tl.float32)
+    acc = tl.zeros([RQ, DVP], tl.float32)
+    for low in range(0, CB * P, TT):
+        rank = chunk * CB + (low + rt) // P
+        seen = rank < planned
+        n = tl.load(ranked + rank, mask=seen, other=0)
+        slot = tl.load(row + n, mask=seen, other=0) * element
+        inside = (low + rt) % P
+        k_at = kv + (slot + inside * D)[None, :] + rd[:, None]
+        v_at = kv + (slot + P * D + inside * DV)[:, None] + rv[None, :]
+        k = tl.load(k_at, mask=seen[None, :] & (rd < D)[:, None], other=0.0)
+        v = tl.load(v_at, mask=seen[:, None] & (rv < DV)[None, :], other=0.0)
+        s = tl.dot(qq, k, input_precision="ieee") * scale
+        if CAP:
+            s = softcap_log2(s, softcap)
+        s = tl.where(seen[None, :], s, float("-inf"))
+        peak = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(top - base)
+        acc = acc * fade[:, None] + tl.dot(p.to(TYPE), v, input_precision="ieee")
+        weight = weight * fade + tl.sum(p, 1)
+        top = peak
+    keep = rq < GP
+    tl.store(part + chunk * GP * DVP + rq[:, None] * DVP + rv[None, :], acc / weight[:, None], mask=keep[:, None])
+    tl.store(part_mass + chunk * GP + rq, top + tl.log2(weight), mask=keep)
+    rank = chunk * CB + rc
+    n = tl.load(ranked + rank, mask=rank < planned, other=0)
+    e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(rank < planned)[None, :], other=float("-inf"))
+    tl.store(part_left + chunk * GP + rg, tl.sum(tl.exp2(e - total[:, None]), 1))
+
+
+@triton.jit
+def _captured(mass, sink, SINKS: tl.constexpr):
+    """log2(2^mass + 2^sink): sinks count as gathered."""
+    if SINKS:
+        big = tl.maximum(mass, sink)
+        return big + tl.log2(tl.exp2(mass - big) + tl.exp2(sink - big))
+    else:
+        return mass
+
+
+@triton.jit
+def attend_kernel(desc, Q, OF, MF, TOT, INFO, BOUNDS, ARRIVED, SINK_LOGITS, OUT, q_b, q_h, scale, softcap, threshold,
+                  H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                  DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, CB: tl.constexpr, CT: tl.constexpr,
+                  TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, NEVER: tl.constexpr,
+                  BY_ESTIMATE: tl.constexpr, GROUP_MIN: tl.constexpr):
+    """Programs (row and KV head, stripe of chunks).
+
+    BOUNDS [chunks] int8: the stop rule is checked after this chunk. ARRIVED [B, H] int32, zero before and after.
+    OUT [B, Hq, DV]. BY_ESTIMATE: coverage comes from the estimates alone (top_p).
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    b, h = pid // H, pid % H
+    RQ: tl.constexpr = 16 if GP < 16 else GP
+    rq, rg = tl.arange(0, RQ), tl.arange(0, GP)
+    rd, rv = tl.arange(0, DP), tl.arange(0, DVP)
+    planned = tl.load(INFO + pid * 4)
+    chunks = (planned + CB - 1) // CB
+    stripes = tl.num_programs(1)
+    capacity = tl.load(desc + d.CHUNKS)
+    part = tl.load(desc + d.PART).to(tl.pointer_type(tl.float32)) + pid * capacity * GP * DVP
+    part_mass = tl.load(desc + d.PART_MASS).to(tl.pointer_type(tl.float32)) + pid * capacity * GP
+    part_left = tl.load(desc + d.PART_LEFT).to(tl.pointer_type(tl.float32)) + pid * capacity * GP
+    total = tl.load(TOT + pid * GP + rg)
+    if tl.program_id(1) < chunks:
+        width = tl.load(desc + d.WIDTH)
+        kv = tl.multiple_of(tl.load(desc + d.KV), 16).to(tl.pointer_type(TYPE))
+        element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
+        row = tl.load(desc + d.TABLE).to(tl.pointer_type(tl.int64)) + pid * tl.load(desc + d.COLUMNS)
+        ranked = tl.load(desc + d.RANKED).to(tl.pointer_type(tl.int64)) + pid * 2 * width
+        estimate = tl.load(desc + d.ESTIMATE).to(tl.pointer_type(tl.float32)) + pid * GP * width
+        qq = tl.load(Q + b * q_b + (h * G + rq)[:, None] * q_h + rd[None, :],
+                     mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
+        for chunk in range(tl.program_id(1), chunks, stripes):
+            _chunk(desc, kv, row, ranked, estimate, width, element, qq, total, scale, softcap, chunk, planned, part,
+                   part_mass, part_left, G, GP, RQ, D, DP, DV, DVP, P, CB, TT, TYPE, CAP)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(ARRIVED + pid, 1, sem="acq_rel")
+    if arrived == stripes - 1:
+        tl.store(ARRIVED + pid, 0)
+        sink = tl.zeros([GP], tl.float32)
+        if SINKS:
+            sink = tl.load(SINK_LOGITS + h * G + rg, mask=rg < G, other=float("-inf")).to(tl.float32) \
+                * 1.4426950408889634
+        candidates = tl.load(INFO + pid * 4 + 1)
+        forced = tl.load(INFO + pid * 4 + 2)
+        floor = tl.load(INFO + pid * 4 + 3)
+        first = tl.load(MF + pid * GP + rg)
+        # Everything below is relative to `big`, which nothing exceeds.
+        big = tl.maximum(total, _captured(first, sink, SINKS))
+        for low in range(0, chunks, CT):
+            c = low + tl.arange(0, CT)
+            m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=(c < chunks)[:, None], other=float("-inf"))
+            big = tl.maximum(big, tl.max(m, 0))
+        base = tl.exp2(_captured(first, sink, SINKS) - big)
+        unread = tl.maximum(tl.exp2(total - big) - tl.exp2(first - big), 0.0)        # estimated, all candidates
+        live = rg < G
+        # Coverage with nothing but the always-read blocks.
+        if BY_ESTIMATE:
+            cover = 1.0 - unread / tl.exp2(total - big)
+        else:
+            cover = base / (base + unread)
+        stop = chunks
+        if not NEVER:
+            reached = tl.min(tl.where(live, cover, 1.0), 0) if GROUP_MIN else \
+                tl.sum(tl.where(live, cover, 0.0), 0) / G
+            if (reached >= threshold) & (floor == 0):
+                stop = 0
+        gathered, estimated = tl.zeros([GP], tl.float32), tl.zeros([GP], tl.float32)
+        for low in range(0, chunks, CT):
+            if (stop == chunks) & (not NEVER):
+                c = low + tl.arange(0, CT)
+                inside = c < chunks
+                m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=inside[:, None], other=float("-inf"))
+                e = tl.load(part_left + c[:, None] * GP + rg[None, :], mask=inside[:, None], other=0.0)
+                w = tl.exp2(m - big[None, :])
+                have = base[None, :] + gathered[None, :] + tl.cumsum(w, 0)
+                known = estimated[None, :] + tl.cumsum(e, 0)
+                left = tl.maximum(unread[None, :] - known * tl.exp2(total - big)[None, :], 0.0)
+                if BY_ESTIMATE:
+                    cover2 = 1.0 - left / tl.exp2(total - big)[None, :]
+                else:
+                    cover2 = have / (have + left)
+                at = tl.min(tl.where(live[None, :], cover2, 1.0), 1) if GROUP_MIN else \
+                    tl.sum(tl.where(live[None, :], cover2, 0.0), 1) / G
+                check = tl.load(BOUNDS + c, mask=inside, other=0) > 0
+                ok = inside & check & (at >= threshold) & ((c + 1) * CB >= floor)
+                stop = tl.min(tl.where(ok, c + 1, stop), 0)
+                gathered += tl.sum(w, 0)
+                estimated += tl.sum(e, 0)
+
+        acc = tl.load(OF + pid * GP * DVP + rg[:, None] * DVP + rv[None, :])
+        acc = acc * tl.exp2(first - big)[:, None]
+        have = tl.exp2(first - big)
+        known = tl.zeros([GP], tl.float32)
+        for low in range(0, stop, CT):
+            c = low + tl.arange(0, CT)
+            inside = c < stop
+            m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=inside[:, None], other=float("-inf"))
+            e = tl.load(part_left + c[:, None] * GP + rg[None, :], mask=inside[:, None], other=0.0)
+            w = tl.exp2(m - big[None, :])
+            o = tl.load(part + c[:, None, None] * GP * DVP + rg[None, :, None] * DVP + rv[None, None, :],
+                        mask=inside[:, None, None], other=0.0)
+            acc += tl.sum(o * w[:, :, None], 0)
+            have += tl.sum(w, 0)
+            known += tl.sum(e, 0)
+        mass = have
+        if SINKS:
+            have = have + tl.exp2(sink - big)
+        tl.store(OUT + (b * H + h) * G * DV + rg[:, None] * DV + rv[None, :], (acc / have[:, None]).to(TYPE),
+                 mask=live[:, None] & (rv < DV)[None, :])
+        # Statistics, and the row's new length once its last reader is here.
+        left = tl.maximum(unread - known * tl.exp2(total - big), 0.0)
+        cover = tl.sum(tl.where(live, have / (have + left), 0.0), 0) / G
+        counters = tl.load(desc + d.COUNTERS).to(tl.pointer_type(tl.float64))
+        read = forced + tl.minimum(stop * CB, planned)
+        tl.atomic_add(counters, read.to(tl.float64))
+        tl.atomic_add(counters + 1, (forced + candidates).to(tl.float64))
+        tl.atomic_add(counters + 2, cover.to(tl.float64))
+        tl.atomic_add(counters + 3, 1.0)
+        captured = tl.load(desc + d.CAPTURED).to(tl.pointer_type(tl.float32))
+        tl.store(captured + pid * GP + rg, (big + tl.log2(mass)) * 0.6931471805599453)
+        if h == 0:
+            lengths = tl.load(desc + d.LENGTHS).to(tl.pointer_type(tl.int64))
+            tl.store(lengths + b, tl.load(lengths + b) + 1)

@@ -1,0 +1,173 @@
+"""The decode step of one layer on the GPU: four kernels, no value of which the CPU ever sees."""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..selection.rounds import round_bounds
+from .append import append_kernel
+from .attend import attend_kernel
+from .descriptor import FIELDS
+from .score import score_kernel
+from .select import BINS, SHIFT, select_kernel
+
+LOG2E = 1.4426950408889634
+NO_LIMIT = 2**30
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def interpreted() -> bool:
+    """Kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """Sizes that kernels are compiled for. Blocks of P tokens; a digest unit is UB blocks."""
+
+    batch: int
+    heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    unit_blocks: int
+    high: int
+    low: int
+    dtype: torch.dtype
+
+    @property
+    def group_pad(self) -> int:
+        return triton.next_power_of_2(self.group)
+
+
+@dataclass(frozen=True)
+class DecodePolicy:
+    """When to stop, as plain numbers."""
+
+    threshold: float
+    never: bool
+    by_estimate: bool
+    group_min: bool
+    max_blocks: int
+    min_blocks: int
+    top_share: float
+    min_context: int
+    sink_blocks: int
+    recent_blocks: int
+    round_blocks: int
+    round_growth: float
+
+
+class DecodeWork:
+    """Buffers of fixed size that the layers of a step use one after the other."""
+
+    def __init__(self, shape: DecodeShape, policy: DecodePolicy, device: torch.device):
+        B, H, GP = shape.batch, shape.heads, shape.group_pad
+        value_pad = triton.next_power_of_2(shape.value_dim)
+        self.shape, self.policy, self.device = shape, policy, device
+        new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=device)  # noqa: E731
+        self.query, self.query_centre = new(B, H, shape.key_dim, GP), new(B, H, GP)
+        self.forced, self.forced_mass = new(B, H, GP, value_pad), new(B, H, GP)
+        self.total, self.info = new(B, H, GP), new(B, H, 4, dtype=torch.int32)
+        self.arrived = new(B, H, dtype=torch.int32)
+        self.width = 0
+        self.reserve(1)
+
+    def reserve(self, blocks: int) -> bool:
+        """Room for rows of `blocks` blocks; True if addresses changed."""
+        if blocks <= self.width:
+            return False
+        shape, first = self.shape, self.policy.round_blocks
+        B, H, GP = shape.batch, shape.heads, shape.group_pad
+        width = -(-blocks // 256) * 256
+        chunks = -(-width // first)
+        value_pad = triton.next_power_of_2(shape.value_dim)
+        new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
+        self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
+        self.ranked = new(B, H, 2, width, dtype=torch.int64)
+        self.part, self.part_mass = new(B, H, chunks, GP, value_pad), new(B, H, chunks, GP)
+        self.part_left = new(B, H, chunks, GP)
+        self.width, self.chunks = width, chunks
+        return True
+
+
+def bounds_flags(policy: DecodePolicy, device: torch.device, blocks: int = 2**16) -> torch.Tensor:
+    """int8 [chunks]: 1 where the stop rule is checked after a chunk. Sized for the longest context there will be."""
+    flags = torch.zeros(blocks // policy.round_blocks, dtype=torch.int8)
+    ends = torch.tensor(round_bounds(blocks, policy.round_blocks, policy.round_growth)) // policy.round_blocks - 1
+    flags[ends] = 1
+    return flags.to(device)
+
+
+def _stripes(batch_heads: int, device: torch.device) -> int:
+    """Programs a row and KV head, so that all of them together fill the chip about once."""
+    if device.type != "cuda":
+        return 3
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, processors // batch_heads)
+
+
+def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+                 value: torch.Tensor, sinks: torch.Tensor | None, scaling: float, softcap: float) -> torch.Tensor:
+    """Store one token of every row, and attend.
+
+    Args:
+        desc: int64 [FIELDS], see `descriptor`. query [B, Hq, 1, D], key [B, H, 1, D], value [B, H, 1, Dv].
+
+    Returns:
+        [B, 1, Hq, Dv]
+    """
+    shape, policy = work.shape, work.policy
+    B, H, G, GP = shape.batch, shape.heads, shape.group, shape.group_pad
+    D, DV, P, UB = shape.key_dim, shape.value_dim, shape.block_size, shape.unit_blocks
+    DP, DVP = triton.next_power_of_2(D), triton.next_power_of_2(DV)
+    R4, R2 = shape.high, shape.low
+    R4P, R2P = max(triton.next_power_of_2(R4), 16), max(triton.next_power_of_2(R2), 16)
+    CB = policy.round_blocks
+    on_gpu = not interpreted()
+    common = dict(H=H, G=G, GP=GP)
+    cap, log2_scale = softcap > 0, scaling * LOG2E
+    tail = max(policy.recent_blocks + 1, UB)
+    rows = B * H
+
+    append_kernel[(rows,)](
+        desc, query, key, value, work.query, work.query_centre, work.forced, work.forced_mass, query.stride(0),
+        query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), scaling, softcap, **common,
+        D=D, DP=DP, DV=DV, DVP=DVP, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=tail, R4=R4,
+        R4P=R4P, R2=R2, R2P=R2P, TYPE=TYPES[shape.dtype], CAP=cap, num_warps=4)
+
+    RA = 1 << (R2.bit_length() - 1)
+    RB = max(triton.next_power_of_2(max(R2 - RA, 1)), 32 if on_gpu else 1)
+    stripes = _stripes(rows, work.device)
+    score_kernel[(rows, stripes * SCORE_WAVES if on_gpu else 2)](
+        desc, work.query, work.query_centre, softcap, rows, H=H, GP=GP, D=D, P=P, UB=UB, R4=R4,
+        R4P=max(R4P, 32) if on_gpu else R4P, R2=R2, RA=RA, RB=RB, N=max(16, GP), STEPS=1, PTX=on_gpu, CAP=cap,
+        num_warps=1)
+
+    select_kernel[(rows,)](
+        desc, work.forced_mass, work.total, work.info, policy.threshold, 0.5 * (1.0 - policy.threshold),
+        policy.max_blocks, policy.min_blocks, policy.min_context, policy.top_share, **common, P=P, UB=UB,
+        SINK=policy.sink_blocks, RECENT=policy.recent_blocks, NEVER=policy.never, TILE=1024 if on_gpu else 64,
+        TI=64 if on_gpu else 16, TJ=128 if on_gpu else 16, BINS=BINS, SHIFT=SHIFT,
+        num_warps=8)
+
+    out = torch.empty(B, 1, H * G, DV, dtype=query.dtype, device=query.device)
+    CT = max(1, min(16, 8192 // (GP * DVP)))
+    attend_kernel[(rows, stripes)](
+        desc, query, work.forced, work.forced_mass, work.total, work.info, bounds, work.arrived,
+        sinks if sinks is not None else work.total, out, query.stride(0), query.stride(1), log2_scale, softcap,
+        policy.threshold, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, CT=CT, TT=min(64, CB * P),
+        TYPE=TYPES[shape.dtype], CAP=cap, SINKS=sinks is not None, NEVER=policy.never,
+        BY_ESTIMATE=policy.by_estimate, GROUP_MIN=policy.group_min, num_warps=4)
+    return out
+
+
+# Programs of the score kernel for each that fills the chip: they are one warp each and bound by latency.
+SCORE_WAVES = 8
+
+__all__ = ["FIELDS", "DecodePolicy", "DecodeShape", "DecodeWork", "bounds_flags", "decode_layer", "interpreted"]

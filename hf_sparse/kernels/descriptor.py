@@ -1,0 +1,34 @@
+"""Where a layer's buffers are, as numbers on the device.
+
+A captured CUDA graph replays fixed addresses, but tables, digests and pools grow, and one graph should serve many
+caches. So the kernels of the decode step take one small int64 tensor per layer that holds the addresses and strides of
+everything else; growing a buffer or changing the cache rewrites these numbers and leaves the graph alone.
+"""
+from __future__ import annotations
+
+import triton.language as tl
+
+# Fields of a layer's row. Addresses first, then sizes.
+TABLE = tl.constexpr(0)             # int64 [B, H, N] block ids
+LENGTHS = tl.constexpr(1)           # int64 [B] tokens stored
+KV = tl.constexpr(2)                # [slots, E] the pool
+HIGH = tl.constexpr(3)              # uint8 [B, H, units, U/2, R4]
+LOW = tl.constexpr(4)               # uint8 [B, H, units, U/4, R2]
+MINIMUM = tl.constexpr(5)           # fp16 [B, H, units, R4 + R2]
+SCALE = tl.constexpr(6)             # fp16 [B, H, units, R4 + R2]
+CENTRE = tl.constexpr(7)            # fp32 [B, H, D]
+ORDER = tl.constexpr(8)             # int16 [B, H, D]
+COUNTERS = tl.constexpr(9)          # fp64 [4]: blocks read, blocks held, coverage, steps
+ESTIMATE = tl.constexpr(10)         # fp32 [B, H, GP, W] estimated log2 mass of every block
+SHARE = tl.constexpr(11)            # fp32 [B, H, W] the group's mean share of every block
+RANKED = tl.constexpr(12)           # int64 [B, H, W] block numbers in rank order
+PART = tl.constexpr(13)             # fp32 [B, H, C, GP, DVP] outputs of chunks
+PART_MASS = tl.constexpr(14)        # fp32 [B, H, C, GP] their log2 mass
+PART_LEFT = tl.constexpr(15)        # fp32 [B, H, C, GP] estimated share that is in the chunk
+COLUMNS = tl.constexpr(16)          # N
+UNITS = tl.constexpr(17)            # units in the digest buffers
+ELEMENTS = tl.constexpr(18)         # E, elements of a slot
+WIDTH = tl.constexpr(19)            # W, blocks in the work buffers
+CHUNKS = tl.constexpr(20)           # C
+CAPTURED = tl.constexpr(21)         # fp32 [B, H, GP] captured log mass of the last step (natural)
+FIELDS = 24

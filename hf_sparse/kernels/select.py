@@ -1,0 +1,113 @@
+"""Select kernel: which blocks to read, in which order, without sorting all of them.
+
+One pass builds a histogram of the blocks' shares by their leading bits; its tail sums say at which share enough mass
+(or the budget) is gathered. Only the blocks above are ranked exactly, against each other.
+"""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import descriptor as d
+
+# Bins by sign, exponent and three bits of the mantissa of a share: 6 to 12% wide.
+BINS, SHIFT = 2048, 20
+
+
+@triton.jit
+def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks, min_context, top_share,
+                  H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
+                  SINK: tl.constexpr, RECENT: tl.constexpr, NEVER: tl.constexpr, TILE: tl.constexpr, TI: tl.constexpr,
+                  TJ: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr):
+    """One program a row and KV head.
+
+    MF [B, H, GP]: log2 mass of the always-read blocks. Writes TOT [B, H, GP]: log2 of the estimated total mass;
+    INFO [B, H, 4] int32: blocks ranked, candidates, always-read blocks, how many must be read; RANKED, SHARE.
+    threshold, slack: blocks are ranked until the estimated coverage is threshold + slack. NEVER: there is no stop rule.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    U: tl.constexpr = P * UB
+    lengths = tl.load(desc + d.LENGTHS).to(tl.pointer_type(tl.int64))
+    length = tl.load(lengths + pid // H)
+    new = length + 1
+    start = tl.maximum(tl.minimum(new // U * UB, length // P - RECENT), SINK).to(tl.int32)
+    candidates = start - SINK
+    blocks = ((new + P - 1) // P).to(tl.int32)
+    forced = blocks - tl.maximum(candidates, 0)
+    candidates = tl.maximum(candidates, 0)
+    short = new < min_context
+    budget = tl.minimum(max_blocks, tl.ceil(blocks * top_share).to(tl.int32))
+    count = tl.minimum(candidates, tl.maximum(budget - forced, 0))
+    count = tl.where(short, candidates, count)
+    floor = tl.where(short, candidates, tl.minimum(tl.maximum(min_blocks - forced, 0), count))
+
+    width = tl.load(desc + d.WIDTH)
+    estimate = tl.load(desc + d.ESTIMATE).to(tl.pointer_type(tl.float32)) + pid * GP * width
+    share = tl.load(desc + d.SHARE).to(tl.pointer_type(tl.float32)) + pid * width
+    ranked = tl.load(desc + d.RANKED).to(tl.pointer_type(tl.int64)) + pid * 2 * width
+    listed = ranked + width
+    rg, rt = tl.arange(0, GP), tl.arange(0, TILE)
+
+    top = tl.load(MF + pid * GP + rg)
+    total = tl.full([GP], 1.0, tl.float32)
+    for low in range(SINK, start, TILE):
+        n = low + rt
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
+        peak = tl.maximum(top, tl.max(e, 1))
+        total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(e - peak[:, None]), 1)
+        top = peak
+    total = top + tl.log2(total)
+    tl.store(TOT + pid * GP + rg, total)
+
+    live = (rg < G)[:, None]
+    counts = tl.zeros([BINS], tl.int32)
+    for low in range(SINK, start, TILE):
+        n = low + rt
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
+        s = tl.sum(tl.where(live, tl.exp2(e - total[:, None]), 0.0), 0) / G
+        tl.store(share + n, s, mask=n < start)
+        bins = s.to(tl.int32, bitcast=True) >> SHIFT
+        counts += tl.histogram(tl.where(n < start, bins, 0), BINS)
+    tl.debug_barrier()
+    rb = tl.arange(0, BINS)
+    middle = ((rb << SHIFT) | (1 << (SHIFT - 1))).to(tl.float32, bitcast=True)
+    middle = tl.where((rb > 0) & (rb < 1024), middle, 0.0)
+    counts = tl.where(rb > 0, counts, 0)                    # bin 0 also holds what is no candidate
+    mass = tl.cumsum(counts * middle, 0, reverse=True)
+    above = tl.cumsum(counts, 0, reverse=True)
+    if NEVER:
+        enough = above >= count
+    else:
+        everything = tl.max(mass, 0)
+        need = everything - (1.0 - threshold - slack)
+        enough = ((mass >= need) & (above >= floor)) | (above >= count)
+        enough = tl.where(short, above >= count, enough)
+    cut = tl.max(tl.where(enough & (rb > 0), rb, 0), 0)
+
+    found = 0
+    for low in range(SINK, start, TILE):
+        n = low + rt
+        s = tl.load(share + n, mask=n < start, other=0.0)
+        keep = (n < start) & ((s.to(tl.int32, bitcast=True) >> SHIFT) >= cut)
+        place = found + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(listed + place, n.to(tl.int64), mask=keep)
+        found += tl.sum(keep.to(tl.int32), 0)
+    tl.debug_barrier()
+    ri, rj = tl.arange(0, TI), tl.arange(0, TJ)
+    for low in range(0, found, TI):
+        i = low + ri
+        ni = tl.load(listed + i, mask=i < found, other=0)
+        si = tl.load(share + ni, mask=i < found, other=-1.0)
+        rank = tl.zeros([TI], tl.int32)
+        for other in range(0, found, TJ):
+            j = other + rj
+            nj = tl.load(listed + j, mask=j < found, other=0)
+            sj = tl.load(share + nj, mask=j < found, other=-1.0)
+            before = (sj[None, :] > si[:, None]) | ((sj[None, :] == si[:, None]) & (j[None, :] < i[:, None]))
+            rank += tl.sum((before & (j < found)[None, :]).to(tl.int32), 1)
+        tl.store(ranked + rank, ni, mask=(i < found) & (rank < count))
+    info = INFO + pid * 4
+    tl.store(info, tl.minimum(found, count))
+    tl.store(info + 1, candidates)
+    tl.store(info + 2, forced)
+    tl.store(info + 3, floor)

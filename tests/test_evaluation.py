@@ -1,0 +1,482 @@
+"""Evaluation: samples are what they claim, answers come from the sparse step, and reports add up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_sparse import PSACache, PSAConfig, patched
+from hf_sparse.evaluation import (
+    TASKS,
+    Answer,
+    DenseDecodeError,
+    Haystack,
+    Question,
+    Report,
+    answer,
+    build_samples,
+    check_sparse,
+    default_paragraphs,
+    divergence,
+    evaluate,
+    load_paragraphs,
+    prefill,
+)
+from hf_sparse.evaluation.needles import COUNT
+from hf_sparse.evaluation.report import format_table, summarise
+from hf_sparse.evaluation.verbatim import COPIED, DEPTHS, LEAD
+from tests.text_model import CONTEXT, text_model, text_tokenizer
+
+LENGTH = 1200
+SPARSE = dict(threshold=0.6, min_context=0, block_size=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return text_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def haystack(tokenizer):
+    return Haystack(default_paragraphs(), tokenizer)
+
+
+def words(tokenizer, ids) -> str:
+    return tokenizer.decode(list(ids))
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_default_text_is_running_prose():
+    paragraphs = default_paragraphs()
+    assert sum(map(len, paragraphs)) > 100_000
+    assert len(set(paragraphs)) == len(paragraphs)
+    assert paragraphs == default_paragraphs()
+    for paragraph in paragraphs:
+        assert "\n" not in paragraph and "::=" not in paragraph and ">>>" not in paragraph
+        assert paragraph[-1] in ".!?"
+
+
+def test_text_from_a_directory_is_read_in_sorted_order(tmp_path):
+    (tmp_path / "b.md").write_text("third\nline\n\nfourth")
+    (tmp_path / "a.txt").write_text("first\n\nsecond\n\nfirst")
+    (tmp_path / "c.py").write_text("not text")
+    assert load_paragraphs(tmp_path) == ["first", "second", "third line", "fourth"]
+    assert load_paragraphs(tmp_path / "b.md") == ["third line", "fourth"]
+
+
+@pytest.mark.parametrize("make", ["missing", "empty_directory", "empty_file"])
+def test_text_that_is_not_there_is_refused(tmp_path, make):
+    path = tmp_path / "text.txt"
+    if make == "empty_directory":
+        path = tmp_path
+    elif make == "empty_file":
+        path.write_text(" \n\n ")
+    with pytest.raises((FileNotFoundError, ValueError), match="text"):
+        load_paragraphs(path)
+
+
+# -- samples --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_depend_on_the_seed_only(task, tokenizer):
+    first, again = (
+        build_samples([task], Haystack(default_paragraphs(), tokenizer), LENGTH, 3, seed=5) for _ in range(2)
+    )
+    assert first == again
+    shifted = build_samples([task], Haystack(default_paragraphs(), tokenizer), LENGTH, 3, seed=6)
+    assert first[1].context != shifted[1].context
+    assert [s.seed for s in first] == [5, 6, 7]
+    assert all(s.task == task for s in first)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_contexts_have_the_wanted_length(task, haystack):
+    for sample in build_samples([task], haystack, LENGTH, 4, seed=0):
+        longest = max(map(len, haystack.paragraphs))
+        assert LENGTH - longest - 2 <= len(sample.context) <= LENGTH
+        assert all(question.prompt and question.answer for question in sample.questions)
+
+
+def test_passkey_stands_once_where_it_should(haystack, tokenizer):
+    for index, sample in enumerate(build_samples(["passkey"], haystack, LENGTH, 5, seed=0)):
+        (question,) = sample.questions
+        text, key = words(tokenizer, sample.context), words(tokenizer, question.answer).strip()
+        assert len(key) == 5 and key.isdigit()
+        assert text.count(key) == 1
+        assert question.depth == pytest.approx((index + 0.5) / 5)
+        # Facts go between paragraphs, so a depth is met to within one of them.
+        assert abs(text.index(key) / len(text) - question.depth) < 0.35
+        assert words(tokenizer, question.prompt).endswith("the treasure chest is")
+
+
+def test_needles_are_told_apart_by_their_keys(haystack, tokenizer):
+    (sample,) = build_samples(["needles"], haystack, LENGTH, 1, seed=3)
+    text = words(tokenizer, sample.context)
+    assert len(sample.questions) == COUNT == 8
+    answers = {words(tokenizer, q.answer).strip() for q in sample.questions}
+    assert len(answers) == COUNT and all(len(a) == 6 and a.isdigit() for a in answers)
+    for question in sample.questions:
+        fact = f"The special magic number for the {question.name} is{words(tokenizer, question.answer)}."
+        assert text.count(fact) == 1
+        assert words(tokenizer, question.prompt).endswith(f"The special magic number for the {question.name} is")
+    places = [text.index(words(tokenizer, q.answer)) for q in sorted(sample.questions, key=lambda q: q.depth)]
+    assert places == sorted(places)
+
+
+def test_copied_passages_stand_in_the_context(haystack, tokenizer):
+    (sample,) = build_samples(["copy"], haystack, LENGTH, 1, seed=1)
+    gap = tuple(haystack.encode("\n\n"))
+    for question, depth in zip(sample.questions, DEPTHS, strict=True):
+        passage = question.prompt[len(gap) :] + question.answer
+        at = int(depth * LENGTH)
+        assert question.prompt[: len(gap)] == gap
+        assert sample.context[at : at + LEAD + COPIED] == passage
+        assert len(question.answer) == COPIED
+
+
+def test_continuation_goes_on_where_the_context_ends(haystack):
+    (sample,) = build_samples(["kl"], haystack, LENGTH, 1, seed=1)
+    (question,) = sample.questions
+    whole = haystack.plain(LENGTH + len(question.prompt) + len(question.answer), seed=1)
+    assert sample.context + question.prompt + question.answer == whole
+
+
+def test_copy_and_continuation_share_a_context(haystack):
+    copy, kl = build_samples(["copy", "kl"], haystack, LENGTH, 1, seed=2)
+    assert copy.context == kl.context
+
+
+def test_texts_begin_with_the_token_that_the_tokenizer_puts_there():
+    tokenizer = text_tokenizer(bos=True)
+    haystack = Haystack(default_paragraphs(), tokenizer)
+    for sample in build_samples(TASKS, haystack, LENGTH, 1, seed=0):
+        assert sample.context[0] == tokenizer.bos_token_id
+        assert tokenizer.bos_token_id not in sample.context[1:]
+        assert len(sample.context) <= LENGTH
+        assert all(tokenizer.bos_token_id not in q.prompt + q.answer for q in sample.questions)
+
+
+def test_question_and_answer_are_encoded_as_one_text(haystack):
+    question = haystack.question("name", "The number is", " 42")
+    assert question.prompt + question.answer == tuple(haystack.encode("The number is 42"))
+    assert question.answer == tuple(haystack.encode(" 42"))
+
+
+class MergingTokenizer:
+    """Encodes "ab" as one token wherever it stands, so that a border between two texts may fall inside a token."""
+
+    bos_token_id = None
+
+    def __call__(self, text, add_special_tokens=True):
+        ids, i = [], 0
+        while i < len(text):
+            ids.append(1000 if text[i : i + 2] == "ab" else ord(text[i]))
+            i += 2 if text[i : i + 2] == "ab" else 1
+        return {"input_ids": ids}
+
+
+def test_a_token_across_the_border_belongs_to_the_answer():
+    question = Haystack(["text"], MergingTokenizer()).question("name", "xa", "by")
+    assert question.prompt == (ord("x"),)
+    assert question.answer == (1000, ord("y"))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "length", "samples", "message"),
+    [
+        (["nothing"], 500, 1, "there is no task 'nothing'"),
+        ([], 500, 1, "no task given"),
+        (["passkey"], 0, 1, "length must be at least 1"),
+        (["passkey"], 500, 0, "samples must be at least 1"),
+        (["passkey"], 10_000_000, 1, "the text has"),
+        (["kl"], 10_000_000, 1, "the text has"),
+        (["needles"], 100, 1, "no room"),
+        (["copy"], 100, 1, "at least"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_samples_that_make_no_sense_are_refused(haystack, tasks, length, samples, message):
+    with pytest.raises(ValueError, match=message):
+        build_samples(tasks, haystack, length, samples, seed=0)
+
+
+# -- decoding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def short(tokenizer):
+    """(context, question) of a few hundred tokens, so that 20 blocks of 4 are closed many times over."""
+    haystack = Haystack(default_paragraphs(), tokenizer)
+    context = haystack.plain(400, seed=0)
+    return context, Question("q", tuple(haystack.encode("\n\nWhat is it? It is")), tuple(haystack.encode(" 123456")))
+
+
+def ask(context, question, dense=False, one_forward=True, **overrides):
+    model, config = text_model(), PSAConfig(**{**SPARSE, **overrides})
+    with patched(model, config):
+        cache = prefill(model, context, config)
+        return answer(model, cache, question, dense=dense, one_forward=one_forward)
+
+
+@torch.no_grad()
+def reference(context, question):
+    """Log-probabilities of the answer by transformers alone."""
+    model = text_model()
+    ids = torch.tensor([context + question.prompt + question.answer[:-1]])
+    logits = model(input_ids=ids, past_key_values=DynamicCache(config=model.config)).logits
+    return torch.log_softmax(logits[0, -len(question.answer) :].double(), -1)
+
+
+def test_dense_answers_are_those_of_the_unpatched_model(short):
+    assert torch.allclose(ask(*short, dense=True).log_probs, reference(*short), atol=1e-4)
+
+
+def test_sparse_answers_are_others_and_read_less(short):
+    reading = ask(*short)
+    context, question = short
+    assert reading.stats["sparse_steps"] == len(question.prompt) + len(question.answer) - 1
+    assert 0 < reading.stats["kv_fraction"] < 1
+    assert (reading.log_probs - reference(*short)).abs().max() > 1e-2
+
+
+def test_threshold_one_is_dense(short):
+    reading = ask(*short, threshold=1.0)
+    assert reading.stats["sparse_steps"] > 0 and reading.stats["kv_fraction"] == 1.0
+    assert torch.allclose(reading.log_probs, reference(*short), atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [None, 64, 150], ids=["whole", "chunks_of_64", "chunks_of_150"])
+def test_one_forward_equals_decoding_token_by_token(short, chunk):
+    model, config = text_model(), PSAConfig(**SPARSE)
+    context, question = short
+    with patched(model, config):
+        cache = prefill(model, context, config, chunk=chunk)
+        together = answer(model, cache, question)
+        one_by_one = answer(model, cache, question, one_forward=False)
+        again = answer(model, cache, question)
+    assert torch.allclose(together.log_probs, one_by_one.log_probs, atol=1e-5)
+    assert together.stats["blocks_read"] == one_by_one.stats["blocks_read"]
+    assert torch.equal(together.log_probs, again.log_probs)
+    assert cache.get_seq_length() == len(context)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        dict(policy="top_k", top_k=0.3),
+        dict(policy="top_p", top_p=0.6),
+        dict(digest="cuboid_mean", stop_rule="window"),
+        dict(digest="min_max", stop_rule="nleft", max_blocks=30),
+    ],
+    ids=["top_k", "top_p", "window", "nleft_capped"],
+)
+def test_other_policies_are_measured_sparsely_and_against_dense(short, overrides):
+    assert ask(*short, **overrides).stats["kv_fraction"] < 1
+    assert torch.allclose(ask(*short, dense=True, **overrides).log_probs, reference(*short), atol=1e-4)
+
+
+def test_verify_reports_the_true_coverage(short):
+    stats = ask(*short, verify=True).stats
+    assert 0 < stats["coverage_true"] <= 1
+    assert ask(*short).stats["coverage_true"] is None
+
+
+def test_a_context_below_min_context_is_no_measurement(short):
+    with pytest.raises(DenseDecodeError, match="min_context=100000"):
+        ask(*short, min_context=100_000)
+
+
+def test_a_step_that_becomes_sparse_half_way_is_no_measurement(short):
+    context, question = short
+    with pytest.raises(DenseDecodeError, match="only .* of .* tokens"):
+        ask(*short, min_context=len(context) + len(question.prompt))
+
+
+def test_reading_every_block_is_no_measurement(short):
+    with pytest.raises(DenseDecodeError, match="all .* blocks were read"):
+        ask(*short, min_blocks=10_000)
+
+
+def test_an_unpatched_model_is_no_measurement(short):
+    context, question = short
+    model = text_model()
+    with pytest.warns(UserWarning, match="dense"):
+        cache = prefill(model, context, PSAConfig(**SPARSE))
+        with pytest.raises(DenseDecodeError, match="not patched"):
+            answer(model, cache, question)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "allowed"),
+    [
+        (dict(threshold=0.9), False),
+        (dict(threshold=1.0), True),
+        (dict(threshold=1.0, max_blocks=100), False),
+        (dict(policy="top_k", top_k=50), False),
+        (dict(policy="top_k", top_k=0.5), False),
+        (dict(policy="top_k", top_k=1.0), True),
+        (dict(policy="top_p", top_p=0.5), False),
+        (dict(policy="top_p", top_p=1.0), True),
+    ],
+    ids=str,
+)
+def test_reading_everything_is_allowed_where_the_policy_says_so(overrides, allowed):
+    stats = {"sparse_steps": 3, "blocks_read": 10.0, "blocks_held": 10.0}
+    config = PSAConfig(**overrides)
+    if allowed:
+        check_sparse(stats, config, 3)
+    else:
+        with pytest.raises(DenseDecodeError):
+            check_sparse(stats, config, 3)
+        check_sparse({**stats, "blocks_read": 9.0}, config, 3)
+
+
+def test_logits_that_are_not_numbers_are_refused(short):
+    model, config = text_model(), PSAConfig(**SPARSE)
+    context, question = short
+    bad = model.lm_head.register_forward_hook(lambda module, args, output: output * float("nan"))
+    try:
+        with patched(model, config):
+            cache = prefill(model, context, config)
+            with pytest.raises(FloatingPointError, match="dense"):
+                answer(model, cache, question, dense=True)
+    finally:
+        bad.remove()
+
+
+def test_divergence_is_that_of_torch():
+    dense, sparse = torch.randn(2, 5, 11, dtype=torch.float64).log_softmax(-1)
+    expected = torch.nn.functional.kl_div(sparse, dense, log_target=True, reduction="none").sum(-1)
+    assert torch.allclose(divergence(dense, sparse), expected)
+    assert torch.equal(divergence(dense, dense), torch.zeros(5, dtype=torch.float64))
+
+
+# -- whole evaluations ----------------------------------------------------------------------------------------------
+
+
+def test_evaluation_runs_every_task_and_leaves_the_model_alone(tokenizer):
+    model = text_model()
+    seen = []
+    before = (model.config._attn_implementation, model.generate)
+    report = evaluate(
+        model, tokenizer, length=700, samples=2, seed=4, progress=lambda *step: seen.append(step[:2]), **SPARSE
+    )
+    assert (model.config._attn_implementation, model.generate) == before
+    assert [s.task for s in report.summaries] == list(TASKS)
+    assert [s.questions for s in report.summaries] == [2, 16, 6, 2]
+    # Copy and continuation share a context, so two samples of four tasks are six prefills.
+    assert seen == [(i, 6) for i in range(6)]
+    for summary in report.summaries:
+        assert 0 < summary.kv_fraction < 1 and 0 < summary.coverage <= 1 and summary.coverage_true is None
+        assert summary.kl_max >= summary.kl_mean > 1e-5
+    assert report.config == PSAConfig(**SPARSE).to_dict()
+    assert report.settings == {"tasks": list(TASKS), "length": 700, "samples": 2, "seed": 4}
+
+
+def test_evaluation_at_threshold_one_finds_no_difference(tokenizer):
+    report = evaluate(
+        text_model(), tokenizer, ["copy", "kl"], 500, 1, threshold=1.0, min_context=0, block_size=4, verify=True
+    )
+    for summary in report.summaries:
+        assert summary.kl_max < 1e-6
+        assert summary.agreement == 1.0 and summary.kv_fraction == 1.0
+        assert summary.coverage_true == pytest.approx(1.0, abs=1e-5)
+
+
+def test_evaluation_repeats_itself(tokenizer):
+    first, again = (evaluate(text_model(), tokenizer, ["needles"], 700, 1, **SPARSE) for _ in range(2))
+    assert first == again
+
+
+def test_evaluation_of_a_dense_decode_raises_and_restores_the_model(tokenizer):
+    model = text_model()
+    before = model.config._attn_implementation
+    with pytest.raises(DenseDecodeError):
+        evaluate(model, tokenizer, ["kl"], 500, 1)  # the default min_context is 2048
+    assert model.config._attn_implementation == before
+    assert not hasattr(model, "last_psa_cache")
+
+
+def test_evaluation_refuses_what_does_not_fit_the_model(tokenizer):
+    with pytest.raises(ValueError, match=rf"context is {CONTEXT}; ask for a length of at most (\d+)") as error:
+        evaluate(text_model(), tokenizer, ["kl"], CONTEXT, 1, **SPARSE)
+    most = int(str(error.value).rsplit(" ", 1)[1])
+    assert most == CONTEXT - 49
+
+
+def test_evaluation_takes_text_from_a_file(tokenizer, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"Paragraph number {i} of a made-up text goes on for a while." for i in range(40)))
+    report = evaluate(text_model(), tokenizer, ["kl"], 500, 1, text=path, **SPARSE)
+    assert report.answers[0].context_tokens == 500
+    with pytest.raises(ValueError, match="the text has"):
+        evaluate(text_model(), tokenizer, ["kl"], 1900, 1, text=tmp_path / "text.txt", **SPARSE)
+
+
+# -- reports --------------------------------------------------------------------------------------------------------
+
+
+def result(task="needles", right_dense=6, right_sparse=6, kl=(0.0,) * 6, **overrides) -> Answer:
+    values = dict(
+        seed=0,
+        question="q",
+        depth=0.5,
+        context_tokens=100,
+        tokens=6,
+        agreed=6,
+        kv_fraction=0.25,
+        coverage=0.9,
+        coverage_true=None,
+    )
+    values.update(overrides)
+    return Answer(task=task, right_dense=right_dense, right_sparse=right_sparse, kl=tuple(kl), **values)
+
+
+def test_summaries_add_up():
+    answers = [
+        result(right_sparse=3, agreed=3, kl=(0.0, 0.0, 0.0, 0.6, 0.0, 0.6), kv_fraction=0.35),
+        result(),
+        result(task="copy", tokens=2, right_dense=1, right_sparse=2, agreed=1, kl=(0.1, 0.3), coverage_true=0.8),
+    ]
+    needles, copy = summarise(answers)
+    assert (needles.task, needles.questions, needles.tokens) == ("needles", 2, 12)
+    assert (needles.exact_dense, needles.exact_sparse) == (1.0, 0.5)
+    assert (needles.token_accuracy_dense, needles.token_accuracy_sparse, needles.agreement) == (1.0, 0.75, 0.75)
+    assert needles.kl_mean == pytest.approx(0.1) and needles.kl_max == 0.6
+    assert needles.kv_fraction == pytest.approx(0.3) and needles.coverage_true is None
+    assert (copy.exact_dense, copy.exact_sparse, copy.token_accuracy_dense) == (0.0, 1.0, 0.5)
+    assert copy.kl_mean == pytest.approx(0.2) and copy.coverage_true == 0.8
+
+
+def test_reports_are_a_table_and_json():
+    report = Report({"threshold": 0.5}, {"length": 100}, summarise([result(right_sparse=3)]), (result(),))
+    head, rule, row = report.table().splitlines()
+    assert head.split("|")[1].strip() == "task" and "KV read" in head
+    assert set(rule) == set("|-:")
+    assert [cell.strip() for cell in row.strip("|").split("|")][:4] == ["needles", "1", "1.000", "0.000"]
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["summaries"][0]["exact_sparse"] == 0.0
+    assert data["answers"][0]["kl"] == [0.0] * 6
+    assert data["config"] == {"threshold": 0.5} and data["settings"] == {"length": 100}
+
+
+def test_tables_are_aligned():
+    assert format_table(("a", "bb"), [("xyz", "1"), ("x", "100")]).splitlines() == [
+        "| a   |  bb |",
+        "|-----|----:|",
+        "| xyz |   1 |",
+        "| x   | 100 |",
+    ]
+
+
+def test_the_cache_is_a_psa_cache(short):
+    model, config = text_model(), PSAConfig(**SPARSE)
+    with patched(model, config):
+        cache = prefill(model, short[0], config)
+    assert isinstance(cache, PSACache) and cache.stats()["sparse_steps"] == 0
