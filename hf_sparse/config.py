@@ -68,6 +68,7 @@ class PSAConfig:
             token. Off: such forwards (chunks of a prompt, a new turn, assisted verification) are exact.
         dense_layers: indices of layers that always read everything.
         record_steps: decode steps whose blocks read are kept for `stats()`.
+        compile: on a GPU, let generate() decode through one compiled CUDA graph.
     """
 
     threshold: float = 0.85
@@ -95,8 +96,11 @@ class PSAConfig:
     sparse_queries: bool = False
     dense_layers: tuple[int, ...] = ()
     record_steps: int = 0
+    compile: bool = True
 
     def __post_init__(self):
+        if not isinstance(self.dense_layers, (tuple, list)):
+            raise TypeError(f"dense_layers must be a list or tuple of layer indices, got {self.dense_layers!r}.")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for name, allowed in (("policy", POLICIES), ("digest", DIGESTS), ("stop_rule", STOP_RULES),
                               ("group_stop", GROUP_STOPS), ("group_reduction", GROUP_REDUCTIONS),
@@ -105,9 +109,10 @@ class PSAConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(allowed)}.")
         self._number("threshold", 0, 1, low_open=True)
         self._number("top_p", 0, 1, low_open=True)
-        self._number("round_growth", 1, math.inf)
+        self._number("round_growth", 1, 1e6)
         for name, low in (("stop_window", 1), ("sink_blocks", 0), ("recent_blocks", 0), ("min_blocks", 0),
-                          ("min_context", 0), ("round_blocks", 1), ("record_steps", 0)):
+                          ("min_context", 0), ("round_blocks", 1), ("record_steps", 0), ("block_size", None),
+                          ("key_bits", None)):
             self._integer(name, low)
         if self.round_blocks not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"round_blocks={self.round_blocks} must be a power of two up to 32.")
@@ -142,7 +147,7 @@ class PSAConfig:
                 parse_bytes(getattr(self, name), name)
         if self.gpu_memory != "auto" and parse_bytes(self.gpu_memory) == 0:
             raise ValueError("gpu_memory must be more than 0 bytes: the newest blocks always live in the pool.")
-        for name in ("verify", "sparse_queries"):
+        for name in ("verify", "sparse_queries", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.dense_layers):
@@ -155,11 +160,11 @@ class PSAConfig:
         if math.isnan(value) or value > high or value < low or (low_open and value == low):
             raise ValueError(f"{name}={value} is outside {'(' if low_open else '['}{low}, {high}].")
 
-    def _integer(self, name: str, low: int) -> None:
+    def _integer(self, name: str, low: int | None) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r}.")
-        if value < low:
+        if low is not None and value < low:
             raise ValueError(f"{name}={value} must be at least {low}.")
 
     # -- derived ------------------------------------------------------------------------------------------------
@@ -231,7 +236,13 @@ class PSAConfig:
             raise ValueError(f"There is no {CONFIG_NAME} in {os.fspath(directory)!r}; save one there with "
                              "PSAConfig(...).save_pretrained(directory).")
         with open(path, encoding="utf-8") as file:
-            return cls.from_dict(json.load(file))
+            try:
+                values = json.load(file)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path!r} is not JSON: {error}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path!r} does not hold the fields of a PSAConfig.")
+        return cls.from_dict(values)
 
 
 def _check_names(values: dict) -> None:

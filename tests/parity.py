@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import DynamicCache
 
 from tests.models import SLIDING, get_model
-from tests.scenarios import SCENARIOS, Result
+from tests.scenarios import PLAIN, SCENARIOS, Result
 
 LOGIT_TOLERANCE = 2e-4  # absolute, float32
 TRANSFORMERS_VERSION = Version(Version(transformers.__version__).base_version)
@@ -19,27 +19,44 @@ TRANSFORMERS_VERSION = Version(Version(transformers.__version__).base_version)
 
 @dataclass(frozen=True)
 class UpstreamFailure:
-    """A scenario in which transformers' own DynamicCache raises, in versions before `fixed_in`."""
+    """Scenarios in which DynamicCache itself raises or is wrong, from one version to before another."""
 
     reason: str
-    families: frozenset[str]
-    scenario: str
-    fixed_in: Version
-    error: type[Exception]
-    match: str
+    scenarios: tuple[str, ...]
+    since: str
+    fixed_in: str
+    error: type[Exception] | None  # None: it does not raise, but the result is wrong
+    match: str = ""
+    families: frozenset[str] = SLIDING
 
     def applies(self, family: str, scenario: str) -> bool:
-        return scenario == self.scenario and family in self.families and TRANSFORMERS_VERSION < self.fixed_in
+        in_range = Version(self.since) <= TRANSFORMERS_VERSION < Version(self.fixed_in)
+        return in_range and scenario in self.scenarios and family in self.families
 
 
 UPSTREAM_FAILURES = (
     UpstreamFailure(
         reason="the draft's DynamicCache returns the wrong number of keys after a crop of a sliding layer",
-        families=SLIDING,
-        scenario="draft_model",
-        fixed_in=Version("5.18"),
+        scenarios=("draft_model",),
+        since="5.16",
+        fixed_in="5.18",
         error=RuntimeError,
         match="must match the size",
+    ),
+    UpstreamFailure(
+        reason="DynamicCache cannot crop a sliding layer",
+        scenarios=("draft_model", "prompt_lookup"),
+        since="5.0",
+        fixed_in="5.16",
+        error=ValueError,
+        match="Cannot `crop`",
+    ),
+    UpstreamFailure(
+        reason="DynamicCache gets the mask of a chunk after the first wrong in sliding layers",
+        scenarios=("chunked_prefill",),
+        since="5.0",
+        fixed_in="5.1",
+        error=None,
     ),
 )
 
@@ -50,12 +67,13 @@ def upstream_failure(family: str, scenario: str) -> UpstreamFailure | None:
 
 
 @functools.cache
-def reference(family: str, scenario: str) -> Result:
-    """What the unpatched model of `family` gives with a DynamicCache."""
+def reference(family: str, scenario: str, plain: bool = False) -> Result:
+    """The unpatched model of `family` with a DynamicCache; `plain`: by the plain way to the same result."""
     model = get_model(family)
     if model.config._attn_implementation != "eager":
         raise RuntimeError(f"the {family} model is still patched: an earlier test did not restore it")
-    result = SCENARIOS[scenario](model, lambda: DynamicCache(config=model.config))
+    run = (PLAIN if plain else SCENARIOS)[scenario]
+    result = run(model, lambda: DynamicCache(config=model.config))
     return {name: result[name] for name in ("tokens", "scores", "calls")}
 
 

@@ -73,6 +73,61 @@ def digest_masses(kind: str, query: Tensor, keys: Tensor, block_size: int, softc
     return torch.stack(columns, -1)
 
 
+def half(x: Tensor) -> Tensor:
+    """Rounded to float16 and back."""
+    return x.clamp(-65504, 65504).half().double()
+
+
+def quantised(tokens: Tensor, bits: int, keep: Tensor | None = None) -> Tensor:
+    """[T, R] tokens as minimum + scale * code per channel, both float16; `keep` [T]: which of them set the range."""
+    kept = tokens if keep is None else tokens[keep]
+    if kept.shape[0] == 0:
+        return torch.zeros_like(tokens)
+    low = half(kept.amin(0))
+    step = half((kept.amax(0) - low).clamp(min=0) / (2**bits - 1))
+    code = torch.where(step > 0, (tokens - low) / torch.where(step > 0, step, 1.0), 0.0)
+    return low + step * code.round().clamp(0, 2**bits - 1)
+
+
+def key_bits_masses(query: Tensor, keys: Tensor, block_size: int, bits: int, softcap: float = 0.0) -> Tensor:
+    """[G, n] estimated log mass of the whole blocks of [n * P, D] keys at 2 to 4 bits a channel."""
+    stored = torch.cat([quantised(block, bits) for block in keys.double().split(block_size, 0)])
+    return block_masses(query, stored, block_size, softcap)
+
+
+class ChannelCodes:
+    """The channel-code digest of one KV head of one row, from its description.
+
+    Args:
+        keys: [T, D] at the row's first decode step, whole row; queries: [S, G, D], the last queries (256 at most).
+        sink_tokens: tokens at the start that enter no statistics.
+    """
+
+    def __init__(self, keys: Tensor, queries: Tensor, sink_tokens: int):
+        inside = keys.double()[sink_tokens:]
+        self.sink_tokens = sink_tokens
+        self.centre = inside.mean(0) if len(inside) else torch.zeros(keys.shape[1], dtype=torch.float64)
+        spread = inside.var(0, unbiased=False) if len(inside) else torch.zeros(keys.shape[1], dtype=torch.float64)
+        weight = queries.double().square().mean((0, 1)) * spread
+        self.order = sorted(range(keys.shape[1]), key=lambda channel: (-weight[channel].item(), channel))
+
+    def masses(self, query: Tensor, keys: Tensor, block_size: int, softcap: float = 0.0, unit: int = 128) -> Tensor:
+        """[G, n] estimated log mass of the blocks in whole units of [T, D] keys."""
+        strong = math.ceil(keys.shape[1] / 4)
+        high, low = self.order[:strong], self.order[strong:]
+        stored = []
+        for start in range(0, keys.shape[0] // unit * unit, unit):
+            tokens = keys[start : start + unit].double() - self.centre
+            keep = torch.arange(start, start + unit) >= self.sink_tokens
+            coded = torch.empty_like(tokens)
+            coded[:, high] = quantised(tokens[:, high], 4, keep)
+            coded[:, low] = quantised(tokens[:, low], 2, keep)
+            stored.append(coded + self.centre)
+        if not stored:
+            return torch.empty(query.shape[0], 0, dtype=torch.float64)
+        return block_masses(query, torch.cat(stored), block_size, softcap)
+
+
 def rank(estimates: Tensor, captured: Tensor) -> list[int]:
     """Blocks in descending mean share of the group's heads; equal ones in block order.
 
@@ -141,10 +196,66 @@ def blocks_read(
 
 
 def round_bounds(limit: int, first: int, growth: float, largest: int = 32) -> list[int]:
-    """Numbers of blocks at which the stop rule is checked: `first` a round at least, growing by `growth` a check."""
+    """Numbers of blocks at which the stop rule is checked.
+
+    A round has as many multiples of `first` as fit into `growth` - 1 times what has been read: at least one, and at most
+    `largest` blocks.
+    """
     bounds = []
     while not bounds or bounds[-1] < limit:
         done = bounds[-1] if bounds else 0
-        size = min(max(first, math.floor(done * (growth - 1))), max(first, largest))
-        bounds.append(min(limit, done + size))
+        multiples = max(1, min(math.floor(done * (growth - 1)) // first, largest // first))
+        bounds.append(min(limit, done + multiples * first))
     return bounds
+
+
+def sparse_step(query, keys, values, estimates, *, block_size, unit_blocks=1, sink_blocks=1, recent_blocks=1, policy="threshold",
+                rule="estimate", threshold=0.85, window=16, group_stop="mean", min_blocks=0, max_blocks=None, top_k=None, top_p=0.9,
+                min_context=0, round_blocks=8, round_growth=1.25, longest=None, softcap=0.0, sinks=None) -> dict:  # fmt: skip
+    """One decode step of one KV head of one row, its newest token included in `keys` [T, D] and `values` [T, Dv].
+
+    Args:
+        query: [G, D] scaled. estimates: [G, n] estimated log masses of the blocks that have a digest.
+        longest: tokens of the longest row of the batch, which sets how many blocks are ranked at most.
+
+    Returns:
+        output [G, Dv], mass [G] (without sinks), coverage [G] by the estimates, true [G] by all tokens, and read, the
+        number of blocks read.
+    """
+    length = keys.shape[0]
+    total = -(-length // block_size)
+    newest = (length - 1) // block_size
+    whole = length // (block_size * unit_blocks) * unit_blocks
+    tail = max(min(whole, newest - recent_blocks), sink_blocks)
+    block = torch.arange(length) // block_size
+    always = (block < sink_blocks) | (block >= tail)
+    forced = len(block[always].unique())
+    candidates = list(range(sink_blocks, tail))
+    true = block_masses(query, keys, block_size, softcap).exp()
+    _, forced_mass = attention(query, keys, values, always, softcap)
+    captured = forced_mass.exp() if sinks is None else forced_mass.exp() + sinks.double().exp()
+    guess = estimates[:, sink_blocks:tail].double()
+    ranked = [sink_blocks + i for i in rank(guess, forced_mass)] if candidates else []
+    estimated = [[math.exp(row[n - sink_blocks]) for n in ranked] for row in guess.tolist()]
+    count = len(candidates)
+    floor = min_blocks - forced
+    if policy == "top_k":
+        wanted = math.ceil(top_k * total) if isinstance(top_k, float) else top_k
+        count = min(count, max(0, wanted - forced))
+    if max_blocks is not None:
+        count = min(count, max(0, max_blocks - forced))
+    if length < min_context:
+        count = floor = len(candidates)
+    done = 0
+    if candidates:
+        bounds = round_bounds(max(len(candidates), (longest or length) // block_size), round_blocks, round_growth)
+        done = blocks_read(true=true[:, ranked].tolist(), estimated=estimated, captured=captured.tolist(), bounds=bounds, count=count,
+                           floor=min(floor, count), policy=policy, rule=rule, threshold=top_p if policy == "top_p" else threshold,
+                           window=window, group_stop=group_stop)  # fmt: skip
+    keep = always | torch.isin(block, torch.tensor(ranked[:done], dtype=torch.int64))
+    output, _ = attention(query, keys, values, keep, softcap, sinks)
+    _, mass = attention(query, keys, values, keep, softcap)
+    got = mass.exp() if sinks is None else mass.exp() + sinks.double().exp()
+    everything = true.sum(-1) if sinks is None else true.sum(-1) + sinks.double().exp()
+    left = torch.tensor([sum(row[done:]) for row in estimated], dtype=torch.float64) if candidates else torch.zeros_like(got)
+    return {"output": output, "mass": mass, "coverage": got / (got + left), "true": got / everything, "read": forced + done}

@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from tests.models import FAMILIES, SLIDING, SLIDING_WINDOW, VOCAB_SIZE, WITHOUT_FULL_ATTENTION, get_model
-from tests.parity import reference, upstream_failure
-from tests.scenarios import NEW_TOKENS, PADDED_LENGTHS, PROMPT_LENGTH, make_prompt
+from tests.parity import assert_same_run, reference, upstream_failure
+from tests.scenarios import NEW_TOKENS, PADDED_LENGTHS, PLAIN, PROMPT_LENGTH, make_prompt
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,6 +56,14 @@ def test_draft_is_accepted_and_rejected(family):
     calls = reference(family, "draft_model")["calls"]
     all_accepted = -(-NEW_TOKENS // 6)  # five drafted tokens and one of the model's own per call
     assert all_accepted < calls < NEW_TOKENS
+
+
+@pytest.mark.parametrize("scenario", PLAIN)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_way_gives_the_same(family, scenario):
+    if upstream_failure(family, scenario):
+        pytest.skip(upstream_failure(family, scenario).reason)
+    assert_same_run(reference(family, scenario), reference(family, scenario, plain=True))
 
 
 def test_early_finish_stops_a_row_early():

@@ -1,4 +1,4 @@
-"""A tiny random model that reads text: a byte-level tokenizer made here, and a llama of two layers.
+"""A tiny random model that reads text: a small byte-pair tokenizer trained here, and a llama of two layers.
 
 It answers nothing right, but everything that surrounds the answers (samples, decoding, reports, commands, examples) runs
 on it in milliseconds and without a download.
@@ -8,29 +8,40 @@ from __future__ import annotations
 
 import functools
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from hf_sparse.evaluation import default_paragraphs
 from tests.models import build
 
 CONTEXT = 2048
+VOCABULARY = 1024
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
 
-def text_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
-    """One token a byte. `bos`: put a token before every text, as llama and gemma do."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+@functools.cache
+def _trained() -> str:
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    if bos:
-        from tokenizers.processors import TemplateProcessing
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(default_paragraphs(), trainer)
+    return tokenizer.to_str()
 
-        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+
+def text_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
+    """`bos`: put a token before every text, as llama and gemma do."""
+    tokenizer = Tokenizer.from_str(_trained())
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -44,4 +55,4 @@ def text_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
 @functools.cache
 def text_model() -> PreTrainedModel:
     """Unpatched, float32, for `text_tokenizer`; every test must leave it as it was."""
-    return build("llama", vocab_size=259, max_position_embeddings=CONTEXT)
+    return build("llama", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)

@@ -25,6 +25,7 @@ class DigestStore:
         self.units_done: torch.Tensor | None = None         # [B] int64, units encoded of each row
         self.length_done = 0                                # padded length at the last `update`
         self.tail = self.tail_valid = None
+        self.provisional = False                            # calibrated on a short row; to be done again
         self.stale = False                                  # kernels have encoded units that units_done doesn't count
 
     @property
@@ -59,7 +60,7 @@ class DigestStore:
     # -- statistics ---------------------------------------------------------------------------------------------
     def observe(self, query: torch.Tensor, heads: int, valid: torch.Tensor | None) -> None:
         """Remember the squares of the last queries of every row: query [B, Hq, Q, D], valid [B, Q] or None (all)."""
-        if self.calibrated:
+        if self.calibrated and not self.provisional:
             return
         query = query[:, :, -TAIL_QUERIES:] if valid is None else query
         if valid is None:
@@ -81,7 +82,14 @@ class DigestStore:
         squares = (self.tail * weight).sum(2) / weight.sum(2).clamp(min=1.0)
         row = self.digest.calibrate(mean, variance, squares)
         self.row = [row[name].to(dtype) for name, (_, dtype) in self.digest.row_layout().items()]
-        self.calibrated, self.tail, self.tail_valid = True, None, None
+        self.calibrated = True
+        if not self.provisional:
+            self.tail = self.tail_valid = None
+
+    def forget(self) -> None:
+        """Calibrate and encode again at the next `update`, from the queries remembered so far."""
+        self.calibrated, self.provisional, self.length_done, self.stale = False, False, 0, False
+        self.units_done = torch.zeros_like(self.units_done)
 
     # -- encoding -----------------------------------------------------------------------------------------------
     def update(self, tiers, table: torch.Tensor, lengths: torch.Tensor, length: int, ragged: bool,

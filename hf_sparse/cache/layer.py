@@ -40,7 +40,7 @@ class PSALayer(LayerProtocol):
 
     def _clear(self) -> None:
         self.length = 0
-        self.batch = self.heads = self.key_dim = self.value_dim = 0
+        self.batch = self.heads = self.group = self.key_dim = self.value_dim = 0
         self.lengths = self.valid = self.table = self.pool = self.digests = None
         self.columns = 0                                    # blocks of a row that have ids
         self.pending: Pending | None = None
@@ -74,11 +74,14 @@ class PSALayer(LayerProtocol):
                 + self.table.numel() * self.table.element_size())
 
     def tail_start(self, lengths: torch.Tensor) -> torch.Tensor:
-        """[B] first block of the always-read tail: everything before it, but the sink, is ranked."""
+        """[B] first block of the always-read tail: everything before it, but the sink, is ranked.
+
+        A unit is ranked from the token after the one that closes it, so that a step ranks while it stores.
+        """
         P, config = self.config.block_size, self.config
-        newest = (lengths - 1).clamp(min=0) // P
+        last = (lengths - 1).clamp(min=0)
         ub = self.digests.unit_blocks
-        start = torch.minimum(lengths // (P * ub) * ub, newest - config.recent_blocks)
+        start = torch.minimum(last // (P * ub) * ub, last // P - config.recent_blocks)
         return start.clamp(min=config.sink_blocks)
 
     # -- transformers' protocol -----------------------------------------------------------------------------------
@@ -228,6 +231,7 @@ class PSALayer(LayerProtocol):
         """
         count = query.shape[2]
         past = pending.start
+        self.group = query.shape[1] // self.heads
         if self.config.sparse_queries and count > 1 and past > 0 and mask is None and not pending.committed:
             return self._attend_one_by_one(query, pending, valid, scaling, softcap, sinks, dense_step)
         if count == 1 and past > 0 and mask is None and valid is None and not pending.committed and self.on_device(past + 1):
@@ -305,7 +309,7 @@ class PSALayer(LayerProtocol):
         start = self.tail_start(self.lengths)
         output, mass, forced = ops.attend_forced(tiers, q, self.table, self.lengths, start, config.sink_blocks,
                                                  self.tail_blocks, P, self.value_dim, softcap, config.eviction)
-        units = self.length // (P * store.unit_blocks)
+        units = (self.length - 1) // (P * store.unit_blocks)
         candidates = (start - config.sink_blocks).clamp(min=0)
         total = (self.lengths + P - 1) // P
         read, coverage = torch.zeros(B, H, dtype=torch.int64, device=self.device), torch.ones_like(mass)
@@ -335,8 +339,11 @@ class PSALayer(LayerProtocol):
         """Host work before a step of the kernels: room for one token, and digests of everything before it."""
         self.reserve(self.length + 1)
         store = self.digests
+        if store.provisional and self.length >= self.config.min_context:
+            store.forget()                                  # what a few tokens said of the channels is not enough
         if not store.calibrated or store.length_done < self.length:
             calibrated = store.calibrated
+            store.provisional = self.length < self.config.min_context
             store.update(self.pool.tiers(), self.table, self.lengths, self.length, self.ragged,
                          self.config.sink_blocks, self.key_dim, self.value_dim)
             self.version += not calibrated
@@ -351,7 +358,7 @@ class PSALayer(LayerProtocol):
     def _device_step(self, query, pending, scaling, softcap, sinks):
         self.begin_step()
         step = self.state.step()
-        step.prepare([self], query.shape[1] // self.heads)
+        step.prepare([self])
         pending.committed = True
         output = step.run(self, query, pending.keys, pending.values, sinks, scaling, softcap)
         self.end_step()

@@ -180,5 +180,7 @@ class BlockPool:
 
 
 def _extend(tensor: torch.Tensor, rows: int, fill=0) -> torch.Tensor:
-    extra = tensor.new_full((rows - tensor.shape[0], *tensor.shape[1:]), fill)
-    return torch.cat([tensor, extra])
+    longer = tensor.new_empty(rows, *tensor.shape[1:])
+    longer[:tensor.shape[0]] = tensor
+    longer[tensor.shape[0]:] = fill
+    return longer

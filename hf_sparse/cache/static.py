@@ -40,10 +40,10 @@ class StaticStep:
         self.desc: dict[torch.device, torch.Tensor] = {}    # [layers, FIELDS]
         self.seen: list[tuple | None] = [None] * layers     # what each row describes
 
-    def prepare(self, layers: list[PSALayer], group: int) -> None:
-        """Point the descriptors at these layers, whose query heads come in groups of `group`."""
+    def prepare(self, layers: list[PSALayer]) -> None:
+        """Point the descriptors at these layers."""
         for layer in layers:
-            work = self._work(layer, group)
+            work = self._work(layer)
             version = (id(layer.state), layer.version, layer.pool.kv.data_ptr(), work.width)
             if self.seen[layer.order] == version:
                 continue
@@ -52,8 +52,8 @@ class StaticStep:
             self.desc[layer.device][layer.order] = torch.tensor(_describe(layer, work), dtype=torch.int64)
             self.seen[layer.order] = version
 
-    def _work(self, layer: PSALayer, group: int) -> DecodeWork:
-        shape = _shape(layer, group)
+    def _work(self, layer: PSALayer) -> DecodeWork:
+        shape = _shape(layer)
         if (layer.device, shape) not in self.work:
             self.work[layer.device, shape] = DecodeWork(shape, self.policy, layer.device)
         if layer.device not in self.bounds:
@@ -64,14 +64,14 @@ class StaticStep:
 
     def run(self, layer: PSALayer, query, key, value, sinks, scaling: float, softcap: float) -> torch.Tensor:
         """The decode step of a prepared layer: [B, Hq, 1, D] -> [B, 1, Hq, Dv]."""
-        work = self.work[layer.device, _shape(layer, query.shape[1] // layer.heads)]
+        work = self.work[layer.device, _shape(layer)]
         return decode_layer(self.desc[layer.device][layer.order], work, self.bounds[layer.device], query, key, value,
                             sinks, scaling, softcap)
 
 
-def _shape(layer: PSALayer, group: int) -> DecodeShape:
+def _shape(layer: PSALayer) -> DecodeShape:
     digest = layer.digests.digest
-    return DecodeShape(layer.batch, layer.heads, group, layer.key_dim, layer.value_dim, layer.config.block_size,
+    return DecodeShape(layer.batch, layer.heads, layer.group, layer.key_dim, layer.value_dim, layer.config.block_size,
                        digest.unit_blocks, digest.high_channels, digest.low_channels, layer.dtype)
 
 

@@ -36,13 +36,10 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args)
     inputs = encode(tokenizer, prompt, args.chat).to(model.device)
     check_length(model, inputs["input_ids"].shape[1], args.max_new_tokens)
-    try:
-        patch_model(model, config)
-    except NotImplementedError as error:
-        raise CommandError(str(error)) from error
     torch.manual_seed(args.seed)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     try:
+        patch_model(model, config)
         model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=args.sample, pad_token_id=pad,
                        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
     except (ValueError, NotImplementedError) as error:

@@ -1,6 +1,7 @@
 """What a task asks: a context, and questions on it with gold answers, all as token ids; and how contexts are made."""
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -66,34 +67,41 @@ class Haystack:
 
         The first `length` do not depend on `extra`.
         """
-        first = self._first(seed)
-        ids = self.start() + self.encode("\n\n".join(self._run(first, length + extra)))
-        if len(ids) < length + extra:
-            raise self._too_short(length + extra)
-        return tuple(ids[:length + extra])
+        first, wanted = self._first(seed), length + extra
+        room = wanted
+        while True:
+            ids = self.start() + self.encode("\n\n".join(self.paragraphs[i] for i in self._run(first, room)))
+            if len(ids) >= wanted:
+                return tuple(ids[:wanted])
+            room += wanted - len(ids)                       # paragraphs take fewer tokens together than alone
 
     def planted(self, length: int, seed: int, facts: list[tuple[float, str]]) -> tuple[int, ...]:
         """At most `length` tokens of text with each (depth, sentence) as a paragraph of its own."""
         return tuple(self.start() + self.encode(self.planted_text(length - len(self.start()), seed, facts)))
 
     def planted_text(self, length: int, seed: int, facts: list[tuple[float, str]]) -> str:
-        """The same as text, of at most `length` tokens, with a first line that says what to look for."""
+        """The same as text, of at most `length` tokens, with a first line that says what to look for.
+
+        A fact stands at the end of the paragraph that comes nearest to its depth (0: start, 1: end).
+        """
         room = length - len(self.encode(TASK_HEAD)) - sum(len(self.encode(fact + "\n\n")) for _, fact in facts)
         first = self._first(seed)
         while True:
-            paragraphs = self._run(first, room)[:-1]
-            if not paragraphs:
+            run = self._run(first, room)[:-1]
+            if not run:
                 raise ValueError(f"a context of {length} tokens has no room for text beside what is hidden in it; "
                                  "ask for a longer one")
-            count = len(paragraphs)
-            # Planted from the end, so that the depths of the others stay what they are.
+            ends = [0, *itertools.accumulate(self._counts[index] for index in run)]
+            paragraphs = [self.paragraphs[index] for index in run]
+            # Planted from the end, so that the places of the others stay what they are.
             for depth, fact in sorted(facts, reverse=True):
-                paragraphs.insert(round(depth * count), fact)
+                place = min(range(len(ends)), key=lambda i: abs(ends[i] - depth * ends[-1]))  # noqa: B023
+                paragraphs.insert(place, fact)
             text = TASK_HEAD + "\n\n".join(paragraphs)
             over = len(self.encode(text)) - length
             if over <= 0:
                 return text
-            room -= over                                    # tokens merge differently in a longer text
+            room -= over                                    # or more
 
     def question(self, name: str, text: str, answer: str, depth: float | None = None) -> Question:
         """A question from its text, up to where the gold answer begins.
@@ -109,17 +117,15 @@ class Haystack:
     def _first(self, seed: int) -> int:
         return random.Random(f"paragraph {seed}").randrange(len(self.paragraphs))
 
-    def _run(self, first: int, tokens: int) -> list[str]:
-        """Paragraphs from `first` on, going round at the end, until they have more than `tokens` tokens."""
+    def _run(self, first: int, tokens: int) -> list[int]:
+        """Indices of paragraphs from `first` on, going round at the end, until they have more than `tokens` tokens."""
         if tokens >= self.tokens:
             raise self._too_short(tokens)
-        paragraphs, total = [], 0
-        index = first
+        run, total = [], 0
         while total <= tokens:
-            paragraphs.append(self.paragraphs[index % len(self.paragraphs)])
-            total += self._counts[index % len(self.paragraphs)]
-            index += 1
-        return paragraphs
+            run.append((first + len(run)) % len(self.paragraphs))
+            total += self._counts[run[-1]]
+        return run
 
     def _too_short(self, length: int) -> ValueError:
         return ValueError(f"the text has {self.tokens} tokens, a context of {length} needs more; give a longer text "

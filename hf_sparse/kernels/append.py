@@ -73,16 +73,15 @@ def _encode_part(kv, row, centre, order, unit, out, minimum, scale, first, R: tl
 
 
 @triton.jit
-def append_kernel(desc, Q, K, V, QP, QC, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap,
+def append_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap,
                   H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, SINK: tl.constexpr,
                   RECENT: tl.constexpr, TAIL: tl.constexpr, R4: tl.constexpr, R4P: tl.constexpr, R2: tl.constexpr,
-                  R2P: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr):
+                  R2P: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr):
     """One program a row and KV head.
 
-    Q [B, Hq, D], K [B, H, D], V [B, H, DV] with strides; QP [B, H, D, GP] fp32: the query in channel order, scaled to
-    base 2; QC [B, H, GP]: query . centre; OF [B, H, GP, DVP], MF [B, H, GP]: output and log2 mass of the always-read
-    blocks.
+    Q [B, Hq, D], K [B, H, D], V [B, H, DV] with strides; OF [B, H, GP, DVP], MF [B, H, GP]: output and log2 mass of
+    the always-read blocks.
     """
     pid = tl.program_id(0).to(tl.int64)
     b, h = pid // H, pid % H
@@ -116,45 +115,36 @@ def append_kernel(desc, Q, K, V, QP, QC, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, s
         _encode_part(kv, row, centre, order, unit, high, minimum, steps, 0, R4, R4P, 4, element, P, D, U, SINK)
         _encode_part(kv, row, centre, order, unit, low, minimum, steps, R4, R2, R2P, 2, element, P, D, U, SINK)
 
-    # The query, as the ranking wants it.
-    rg = tl.arange(0, GP)
-    q_at = Q + b * q_b + (h * G + rg)[:, None] * q_h
-    live = rg < G
-    mid = tl.load(centre + rd, mask=rd < D, other=0.0)
-    q = tl.load(q_at + rd[None, :], mask=live[:, None] & (rd < D)[None, :], other=0.0).to(tl.float32)
-    tl.store(QC + pid * GP + rg, tl.sum(q * mid[None, :], 1) * (scale * LOG2E))
-    place = tl.load(order + rd, mask=rd < D, other=0).to(tl.int32)
-    permuted = tl.load(q_at + place[None, :], mask=live[:, None] & (rd < D)[None, :], other=0.0).to(tl.float32)
-    tl.store(QP + pid * D * GP + rd[None, :] * GP + rg[:, None], permuted * (scale * LOG2E), mask=(rd < D)[None, :])
-
-    # The always-read blocks: sink and tail.
+    # The always-read blocks: sink and tail, several of them a tile.
     RQ: tl.constexpr = 16 if GP < 16 else GP
     rq = tl.arange(0, RQ)
-    rp = tl.arange(0, P)
+    rt = tl.arange(0, TT)
     qq = tl.load(Q + b * q_b + (h * G + rq)[:, None] * q_h + rd[None, :],
                  mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
-    start = tl.maximum(tl.minimum(new // U * UB, length // P - RECENT), SINK)
+    start = tl.maximum(tl.minimum(length // U * UB, length // P - RECENT), SINK)
     top = tl.full([RQ], float("-inf"), tl.float32)
     total = tl.zeros([RQ], tl.float32)
     acc = tl.zeros([RQ, DVP], tl.float32)
-    for i in range(SINK + TAIL):
+    for low in range(0, (SINK + TAIL) * P, TT):
+        i = (low + rt) // P
         column = tl.where(i < SINK, i, start + i - SINK)
-        if (column * P < new) & ((i < SINK) | (column >= SINK)):
-            at = tl.load(row + column) * element
-            seen = column * P + rp < new
-            k = tl.load(kv + at + rp[None, :] * D + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
-            s = tl.dot(qq, k, input_precision="ieee") * (scale * LOG2E)
-            if CAP:
-                s = softcap_log2(s, softcap)
-            s = tl.where(seen[None, :], s, float("-inf"))
-            peak = tl.maximum(top, tl.max(s, 1))
-            p = tl.exp2(s - peak[:, None])
-            fade = tl.exp2(top - peak)
-            v = tl.load(kv + at + P * D + rp[:, None] * DV + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
-                        other=0.0)
-            acc = acc * fade[:, None] + tl.dot(p.to(TYPE), v, input_precision="ieee")
-            total = total * fade + tl.sum(p, 1)
-            top = peak
+        token = column * P + rt % P
+        seen = (token < new) & ((i < SINK) | (column >= SINK)) & (i < SINK + TAIL)
+        at = tl.load(row + column, mask=seen, other=0) * element
+        k = tl.load(kv + (at + rt % P * D)[None, :] + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
+        v = tl.load(kv + (at + P * D + rt % P * DV)[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
+                    other=0.0)
+        s = tl.dot(qq, k, input_precision="ieee") * (scale * LOG2E)
+        if CAP:
+            s = softcap_log2(s, softcap)
+        s = tl.where(seen[None, :], s, float("-inf"))
+        peak = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(top - base)
+        acc = acc * fade[:, None] + tl.dot(p.to(TYPE), v, input_precision="ieee")
+        total = total * fade + tl.sum(p, 1)
+        top = peak
     out = acc / total[:, None]
     tl.store(OF + pid * GP * DVP + rq[:, None] * DVP + rv[None, :], out, mask=(rq < GP)[:, None])
     tl.store(MF + pid * GP + rq, top + tl.log2(total), mask=rq < GP)

@@ -1,6 +1,6 @@
 """Attend kernel: read the ranked blocks in parallel chunks, then stop where the rule would have stopped.
 
-A chunk is the smallest round. All chunks that the estimates call for are read at once; the last program of a row and KV
+A chunk is a part of a round. All chunks that the estimates call for are read at once; the last program of a row and KV
 head to finish walks their masses in rank order, finds the first check of the stop rule that passes with the mass really
 gathered, and merges the chunks up to there in a fixed order. What was read beyond it is dropped, so the result is that
 of reading round by round.

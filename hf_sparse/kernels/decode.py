@@ -13,7 +13,7 @@ from .append import append_kernel
 from .attend import attend_kernel
 from .descriptor import FIELDS
 from .score import score_kernel
-from .select import BINS, SHIFT, select_kernel
+from .select import OCTAVES, select_kernel
 
 LOG2E = 1.4426950408889634
 NO_LIMIT = 2**30
@@ -71,7 +71,6 @@ class DecodeWork:
         value_pad = triton.next_power_of_2(shape.value_dim)
         self.shape, self.policy, self.device = shape, policy, device
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=device)  # noqa: E731
-        self.query, self.query_centre = new(B, H, shape.key_dim, GP), new(B, H, GP)
         self.forced, self.forced_mass = new(B, H, GP, value_pad), new(B, H, GP)
         self.total, self.info = new(B, H, GP), new(B, H, 4, dtype=torch.int32)
         self.arrived = new(B, H, dtype=torch.int32)
@@ -82,10 +81,10 @@ class DecodeWork:
         """Room for rows of `blocks` blocks; True if addresses changed."""
         if blocks <= self.width:
             return False
-        shape, first = self.shape, self.policy.round_blocks
+        shape = self.shape
         B, H, GP = shape.batch, shape.heads, shape.group_pad
         width = -(-blocks // 256) * 256
-        chunks = -(-width // first)
+        chunks = -(-width // chunk_blocks(self.policy))
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
         self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
@@ -96,20 +95,46 @@ class DecodeWork:
         return True
 
 
+def chunk_blocks(policy: DecodePolicy) -> int:
+    """Blocks that one program of the attend kernel reads at a time; rounds are whole numbers of chunks."""
+    return min(policy.round_blocks, TUNING.chunk_blocks)
+
+
 def bounds_flags(policy: DecodePolicy, device: torch.device, blocks: int = 2**16) -> torch.Tensor:
     """int8 [chunks]: 1 where the stop rule is checked after a chunk. Sized for the longest context there will be."""
-    flags = torch.zeros(blocks // policy.round_blocks, dtype=torch.int8)
-    ends = torch.tensor(round_bounds(blocks, policy.round_blocks, policy.round_growth)) // policy.round_blocks - 1
+    size = chunk_blocks(policy)
+    flags = torch.zeros(blocks // size, dtype=torch.int8)
+    ends = torch.tensor(round_bounds(blocks, policy.round_blocks, policy.round_growth)) // size - 1
     flags[ends] = 1
     return flags.to(device)
 
 
-def _stripes(batch_heads: int, device: torch.device) -> int:
-    """Programs a row and KV head, so that all of them together fill the chip about once."""
-    if device.type != "cuda":
-        return 3
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, processors // batch_heads)
+@dataclass
+class Tuning:
+    """Launch parameters, by measurement (benchmarks/kernels.py --sweep)."""
+
+    append_warps: int = 4
+    append_tile: int = 128
+    score_waves: int = 32           # programs of the ranking kernel for each processor
+    score_warps: int = 1
+    score_columns: int = 16
+    select_tile: int = 4096
+    select_warps: int = 16
+    chunk_blocks: int = 8
+    attend_tile: int = 128
+    attend_warps: int = 4
+    attend_waves: int = 1
+    parallel: bool = True           # append beside the ranking, on a second stream
+
+
+TUNING = Tuning()
+_SIDE: dict = {}
+
+
+def _side_stream(device: torch.device):
+    if device not in _SIDE:
+        _SIDE[device] = torch.cuda.Stream(device)
+    return _SIDE[device]
 
 
 def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
@@ -128,46 +153,60 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
     DP, DVP = triton.next_power_of_2(D), triton.next_power_of_2(DV)
     R4, R2 = shape.high, shape.low
     R4P, R2P = max(triton.next_power_of_2(R4), 16), max(triton.next_power_of_2(R2), 16)
-    CB = policy.round_blocks
-    on_gpu = not interpreted()
+    RA = 1 << (R2.bit_length() - 1)
+    on_gpu, tune = not interpreted(), TUNING
+    CB = chunk_blocks(policy)
+    RB = max(triton.next_power_of_2(max(R2 - RA, 1)), 32 if on_gpu else 1)
     common = dict(H=H, G=G, GP=GP)
     cap, log2_scale = softcap > 0, scaling * LOG2E
     tail = max(policy.recent_blocks + 1, UB)
     rows = B * H
+    processors = torch.cuda.get_device_properties(work.device).multi_processor_count if on_gpu else 3
+    per_row = lambda waves: max(1, processors * waves // rows)  # noqa: E731
 
-    append_kernel[(rows,)](
-        desc, query, key, value, work.query, work.query_centre, work.forced, work.forced_mass, query.stride(0),
-        query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), scaling, softcap, **common,
-        D=D, DP=DP, DV=DV, DVP=DVP, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=tail, R4=R4,
-        R4P=R4P, R2=R2, R2P=R2P, TYPE=TYPES[shape.dtype], CAP=cap, num_warps=4)
+    def append():
+        append_kernel[(rows,)](
+            desc, query, key, value, work.forced, work.forced_mass, query.stride(0), query.stride(1), key.stride(0),
+            key.stride(1), value.stride(0), value.stride(1), scaling, softcap, **common, D=D, DP=DP, DV=DV, DVP=DVP,
+            P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=tail, R4=R4, R4P=R4P, R2=R2,
+            R2P=R2P, TT=max(P, min(tune.append_tile, 16384 // DP)), TYPE=TYPES[shape.dtype], CAP=cap,
+            num_warps=tune.append_warps)
 
-    RA = 1 << (R2.bit_length() - 1)
-    RB = max(triton.next_power_of_2(max(R2 - RA, 1)), 32 if on_gpu else 1)
-    stripes = _stripes(rows, work.device)
-    score_kernel[(rows, stripes * SCORE_WAVES if on_gpu else 2)](
-        desc, work.query, work.query_centre, softcap, rows, H=H, GP=GP, D=D, P=P, UB=UB, R4=R4,
-        R4P=max(R4P, 32) if on_gpu else R4P, R2=R2, RA=RA, RB=RB, N=max(16, GP), STEPS=1, PTX=on_gpu, CAP=cap,
-        num_warps=1)
+    def score():
+        score_kernel[(rows, per_row(tune.score_waves) if on_gpu else 2)](
+            desc, query, query.stride(0), query.stride(1), log2_scale, softcap, **common, D=D, P=P, UB=UB, R4=R4,
+            R4P=max(R4P, 32) if on_gpu else R4P, R2=R2, RA=RA, RB=RB, N=max(tune.score_columns, GP), PTX=on_gpu,
+            CAP=cap, num_warps=tune.score_warps)
+
+    if on_gpu and tune.parallel:
+        # Ranking looks at older tokens only, so it need not wait for the new one.
+        main, side = torch.cuda.current_stream(work.device), _side_stream(work.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            append()
+        score()
+        main.wait_stream(side)
+    else:
+        append()
+        score()
 
     select_kernel[(rows,)](
         desc, work.forced_mass, work.total, work.info, policy.threshold, 0.5 * (1.0 - policy.threshold),
         policy.max_blocks, policy.min_blocks, policy.min_context, policy.top_share, **common, P=P, UB=UB,
-        SINK=policy.sink_blocks, RECENT=policy.recent_blocks, NEVER=policy.never, TILE=1024 if on_gpu else 64,
-        TI=64 if on_gpu else 16, TJ=128 if on_gpu else 16, BINS=BINS, SHIFT=SHIFT,
-        num_warps=8)
+        SINK=policy.sink_blocks, RECENT=policy.recent_blocks, NEVER=policy.never,
+        TILE=tune.select_tile if on_gpu else 64, TI=64 if on_gpu else 16, TJ=128 if on_gpu else 16, OCTAVES=OCTAVES,
+        num_warps=tune.select_warps)
 
     out = torch.empty(B, 1, H * G, DV, dtype=query.dtype, device=query.device)
     CT = max(1, min(16, 8192 // (GP * DVP)))
-    attend_kernel[(rows, stripes)](
+    attend_kernel[(rows, per_row(tune.attend_waves))](
         desc, query, work.forced, work.forced_mass, work.total, work.info, bounds, work.arrived,
         sinks if sinks is not None else work.total, out, query.stride(0), query.stride(1), log2_scale, softcap,
-        policy.threshold, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, CT=CT, TT=min(64, CB * P),
-        TYPE=TYPES[shape.dtype], CAP=cap, SINKS=sinks is not None, NEVER=policy.never,
-        BY_ESTIMATE=policy.by_estimate, GROUP_MIN=policy.group_min, num_warps=4)
+        policy.threshold, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, CT=CT,
+        TT=max(P, min(tune.attend_tile, CB * P, 16384 // DP)), TYPE=TYPES[shape.dtype], CAP=cap,
+        SINKS=sinks is not None, NEVER=policy.never, BY_ESTIMATE=policy.by_estimate, GROUP_MIN=policy.group_min,
+        num_warps=tune.attend_warps)
     return out
 
-
-# Programs of the score kernel for each that fills the chip: they are one warp each and bound by latency.
-SCORE_WAVES = 8
 
 __all__ = ["FIELDS", "DecodePolicy", "DecodeShape", "DecodeWork", "bounds_flags", "decode_layer", "interpreted"]

@@ -43,13 +43,13 @@ def _field(codes, SHIFT: tl.constexpr, MASK: tl.constexpr, PTX: tl.constexpr):
 def _int8_query(q, step):
     """q [R, N] fp32 with the unit's scales [R] folded in, as int8 and its scale [N]."""
     w = q * step[:, None]
-    a = tl.max(tl.abs(w), 0) / 127.0 + 1e-20
-    w = w / a[None, :]
-    return (w + tl.where(w >= 0, 0.5, -0.5)).to(tl.int8), a
+    top = tl.max(tl.abs(w), 0) + 1e-20
+    w = w * (127.0 / top)[None, :]
+    return (w + tl.where(w >= 0, 0.5, -0.5)).to(tl.int8), top * (1.0 / 127.0)
 
 
 @triton.jit
-def _store_masses(s, base, out, width, plane, blocks, softcap, carry, N: tl.constexpr, GP: tl.constexpr,
+def _store_masses(s, base, out, width, plane, softcap, carry, N: tl.constexpr, GP: tl.constexpr,
                   ROWS: tl.constexpr, P: tl.constexpr, CAP: tl.constexpr):
     """Logits [ROWS, N] of one run of tokens -> log2 mass of its blocks, head g at column g * (N / GP)."""
     y = s + base[None, :]
@@ -88,72 +88,79 @@ def _store_masses(s, base, out, width, plane, blocks, softcap, carry, N: tl.cons
 
 
 @triton.jit
-def score_kernel(desc, QP, QC, softcap, BH, H: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-                 UB: tl.constexpr, R4: tl.constexpr, R4P: tl.constexpr, R2: tl.constexpr, RA: tl.constexpr,
-                 RB: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr, PTX: tl.constexpr, CAP: tl.constexpr):
-    """Programs (row and KV head, stripe): each walks runs of STEPS units. R2 = RA + the rest, padded to RB."""
+def score_kernel(desc, Q, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+                 D: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, R4: tl.constexpr, R4P: tl.constexpr,
+                 R2: tl.constexpr, RA: tl.constexpr, RB: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr,
+                 CAP: tl.constexpr):
+    """Programs (row and KV head, stripe of units). R2 = RA + the rest, padded to RB; scale includes log2(e)."""
     pid = tl.program_id(0).to(tl.int64)
     U: tl.constexpr = P * UB
     ROWS: tl.constexpr = U // 4
     R: tl.constexpr = R4 + R2
     lengths = tl.load(desc + d.LENGTHS).to(tl.pointer_type(tl.int64))
-    units = (tl.load(lengths + pid // H) + 1) // U
-    capacity = tl.load(desc + d.UNITS)
-    width = tl.load(desc + d.WIDTH)
-    estimate = tl.load(desc + d.ESTIMATE).to(tl.pointer_type(tl.float32)) + pid * GP * width
-    minimum = tl.multiple_of(tl.load(desc + d.MINIMUM), 16).to(tl.pointer_type(tl.float16)) + pid * capacity * R
-    steps = tl.multiple_of(tl.load(desc + d.SCALE), 16).to(tl.pointer_type(tl.float16)) + pid * capacity * R
-    high = tl.multiple_of(tl.load(desc + d.HIGH), 16).to(tl.pointer_type(tl.int8)) + pid * capacity * (U // 2 * R4)
-    low = tl.multiple_of(tl.load(desc + d.LOW), 16).to(tl.pointer_type(tl.int8)) + pid * capacity * (U // 4 * R2)
+    units = (tl.load(lengths + pid // H) // U).to(tl.int32)
+    if tl.program_id(1) < units:
+        capacity = tl.load(desc + d.UNITS)
+        width = tl.load(desc + d.WIDTH)
+        estimate = tl.load(desc + d.ESTIMATE).to(tl.pointer_type(tl.float32)) + pid * GP * width
+        minimum = tl.multiple_of(tl.load(desc + d.MINIMUM), 16).to(tl.pointer_type(tl.float16)) + pid * capacity * R
+        steps = tl.multiple_of(tl.load(desc + d.SCALE), 16).to(tl.pointer_type(tl.float16)) + pid * capacity * R
+        high = tl.multiple_of(tl.load(desc + d.HIGH), 16).to(tl.pointer_type(tl.int8)) + pid * capacity * (U // 2 * R4)
+        low = tl.multiple_of(tl.load(desc + d.LOW), 16).to(tl.pointer_type(tl.int8)) + pid * capacity * (U // 4 * R2)
+        order = tl.load(desc + d.ORDER).to(tl.pointer_type(tl.int16)) + pid * D
+        centre = tl.load(desc + d.CENTRE).to(tl.pointer_type(tl.float32)) + pid * D
 
-    rn = tl.arange(0, N)
-    head = rn // (N // GP)
-    real = rn % (N // GP) == 0
-    r4, ra, rb = tl.arange(0, R4P), tl.arange(0, RA), tl.arange(0, RB)
-    in4, inb = r4 < R4, rb < R2 - RA
-    q = QP + pid * D * GP
-    q4 = tl.load(q + r4[:, None] * GP + head[None, :], mask=in4[:, None] & real[None, :], other=0.0)
-    qa = tl.load(q + (R4 + ra)[:, None] * GP + head[None, :], mask=real[None, :], other=0.0)
-    qb = tl.load(q + (R4 + RA + rb)[:, None] * GP + head[None, :], mask=inb[:, None] & real[None, :], other=0.0)
-    constant = tl.load(QC + pid * GP + head)
-    rr = tl.arange(0, ROWS)
-    first = tl.program_id(1) * STEPS
-    stride = tl.num_programs(1) * STEPS
-    while first < units:
-        for i in range(STEPS):
-            u = first + i
-            if u < units:
-                scales, minima = steps + u * R, minimum + u * R
-                m4 = tl.load(minima + r4, mask=in4, other=0.0).to(tl.float32)
-                ma = tl.load(minima + R4 + ra).to(tl.float32)
-                mb = tl.load(minima + R4 + RA + rb, mask=inb, other=0.0).to(tl.float32)
-                base = constant + tl.sum(q4 * m4[:, None], 0) + tl.sum(qa * ma[:, None], 0) \
-                    + tl.sum(qb * mb[:, None], 0)
-                i4, a4 = _int8_query(q4, tl.load(scales + r4, mask=in4, other=0.0).to(tl.float32))
-                ia, aa = _int8_query(qa, tl.load(scales + R4 + ra).to(tl.float32))
-                ib, ab = _int8_query(qb, tl.load(scales + R4 + RA + rb, mask=inb, other=0.0).to(tl.float32))
-                at4 = high + u * (U // 2 * R4) + rr[:, None] * R4 + r4[None, :]
+        # The query in channel order, head g at column g * (N / GP), the other columns zero.
+        rn = tl.arange(0, N)
+        head = rn // (N // GP)
+        real = (rn % (N // GP) == 0) & (head < G)
+        r4, ra, rb = tl.arange(0, R4P), tl.arange(0, RA), tl.arange(0, RB)
+        in4, inb = r4 < R4, rb < R2 - RA
+        at = Q + pid // H * q_b + (pid % H * G + head)[None, :] * q_h
+        c4 = tl.load(order + r4, mask=in4, other=0).to(tl.int32)
+        ca = tl.load(order + R4 + ra).to(tl.int32)
+        cb = tl.load(order + R4 + RA + rb, mask=inb, other=0).to(tl.int32)
+        q4 = tl.load(at + c4[:, None], mask=in4[:, None] & real[None, :], other=0.0).to(tl.float32) * scale
+        qa = tl.load(at + ca[:, None], mask=real[None, :], other=0.0).to(tl.float32) * scale
+        qb = tl.load(at + cb[:, None], mask=inb[:, None] & real[None, :], other=0.0).to(tl.float32) * scale
+        constant = tl.sum(q4 * tl.load(centre + c4)[:, None], 0) + tl.sum(qa * tl.load(centre + ca)[:, None], 0) \
+            + tl.sum(qb * tl.load(centre + cb)[:, None], 0)
+        rr = tl.arange(0, ROWS)
+        for u in range(tl.program_id(1), units, tl.num_programs(1)):
+            scales, minima = steps + u * R, minimum + u * R
+            at4 = high + u * (U // 2 * R4) + rr[:, None] * R4 + r4[None, :]
+            at2 = low + u * (U // 4 * R2) + rr[:, None] * R2
+            if R4 == R4P:
+                x0, x1 = tl.load(at4), tl.load(at4 + ROWS * R4)
+            else:
                 x0 = tl.load(at4, mask=in4[None, :], other=0)
                 x1 = tl.load(at4 + ROWS * R4, mask=in4[None, :], other=0)
-                at2 = low + u * (U // 4 * R2) + rr[:, None] * R2
-                y = tl.load(at2 + ra[None, :])
+            y = tl.load(at2 + ra[None, :])
+            if R2 == RA + RB:
+                z = tl.load(at2 + RA + rb[None, :])
+            else:
                 z = tl.load(at2 + RA + rb[None, :], mask=inb[None, :], other=0)
-                out = estimate + u * UB
-                carry = base
-                s = tl.dot(_field(x0, 0, 15, PTX), i4).to(tl.float32) * a4[None, :]
-                s += tl.dot(_field(y, 0, 3, PTX), ia).to(tl.float32) * aa[None, :]
-                s += tl.dot(_field(z, 0, 3, PTX), ib).to(tl.float32) * ab[None, :]
-                c = _store_masses(s, base, out, width, 0, 0, softcap, tl.zeros([GP], tl.float32), N, GP, ROWS, P, CAP)
-                s = tl.dot(_field(x1, 0, 15, PTX), i4).to(tl.float32) * a4[None, :]
-                s += tl.dot(_field(y, 2, 3, PTX), ia).to(tl.float32) * aa[None, :]
-                s += tl.dot(_field(z, 2, 3, PTX), ib).to(tl.float32) * ab[None, :]
-                c = _store_masses(s, base, out, width, 1, 0, softcap, c, N, GP, ROWS, P, CAP)
-                s = tl.dot(_field(x0, 4, 15, PTX), i4).to(tl.float32) * a4[None, :]
-                s += tl.dot(_field(y, 4, 3, PTX), ia).to(tl.float32) * aa[None, :]
-                s += tl.dot(_field(z, 4, 3, PTX), ib).to(tl.float32) * ab[None, :]
-                c = _store_masses(s, base, out, width, 2, 0, softcap, c, N, GP, ROWS, P, CAP)
-                s = tl.dot(_field(x1, 4, 15, PTX), i4).to(tl.float32) * a4[None, :]
-                s += tl.dot(_field(y, 6, 3, PTX), ia).to(tl.float32) * aa[None, :]
-                s += tl.dot(_field(z, 6, 3, PTX), ib).to(tl.float32) * ab[None, :]
-                _store_masses(s, base, out, width, 3, 0, softcap, c, N, GP, ROWS, P, CAP)
-        first += stride
+            m4 = tl.load(minima + r4, mask=in4, other=0.0).to(tl.float32)
+            ma = tl.load(minima + R4 + ra).to(tl.float32)
+            mb = tl.load(minima + R4 + RA + rb, mask=inb, other=0.0).to(tl.float32)
+            base = constant + tl.sum(q4 * m4[:, None], 0) + tl.sum(qa * ma[:, None], 0) + tl.sum(qb * mb[:, None], 0)
+            i4, a4 = _int8_query(q4, tl.load(scales + r4, mask=in4, other=0.0).to(tl.float32))
+            ia, aa = _int8_query(qa, tl.load(scales + R4 + ra).to(tl.float32))
+            ib, ab = _int8_query(qb, tl.load(scales + R4 + RA + rb, mask=inb, other=0.0).to(tl.float32))
+            out = estimate + u * UB
+            s = tl.dot(_field(x0, 0, 15, PTX), i4).to(tl.float32) * a4[None, :]
+            s += tl.dot(_field(y, 0, 3, PTX), ia).to(tl.float32) * aa[None, :]
+            s += tl.dot(_field(z, 0, 3, PTX), ib).to(tl.float32) * ab[None, :]
+            c = _store_masses(s, base, out, width, 0, softcap, tl.zeros([GP], tl.float32), N, GP, ROWS, P, CAP)
+            s = tl.dot(_field(x1, 0, 15, PTX), i4).to(tl.float32) * a4[None, :]
+            s += tl.dot(_field(y, 2, 3, PTX), ia).to(tl.float32) * aa[None, :]
+            s += tl.dot(_field(z, 2, 3, PTX), ib).to(tl.float32) * ab[None, :]
+            c = _store_masses(s, base, out, width, 1, softcap, c, N, GP, ROWS, P, CAP)
+            s = tl.dot(_field(x0, 4, 15, PTX), i4).to(tl.float32) * a4[None, :]
+            s += tl.dot(_field(y, 4, 3, PTX), ia).to(tl.float32) * aa[None, :]
+            s += tl.dot(_field(z, 4, 3, PTX), ib).to(tl.float32) * ab[None, :]
+            c = _store_masses(s, base, out, width, 2, softcap, c, N, GP, ROWS, P, CAP)
+            s = tl.dot(_field(x1, 4, 15, PTX), i4).to(tl.float32) * a4[None, :]
+            s += tl.dot(_field(y, 6, 3, PTX), ia).to(tl.float32) * aa[None, :]
+            s += tl.dot(_field(z, 6, 3, PTX), ib).to(tl.float32) * ab[None, :]
+            _store_masses(s, base, out, width, 3, softcap, c, N, GP, ROWS, P, CAP)

@@ -1,7 +1,7 @@
 """Select kernel: which blocks to read, in which order, without sorting all of them.
 
-One pass builds a histogram of the blocks' shares by their leading bits; its tail sums say at which share enough mass
-(or the budget) is gathered. Only the blocks above are ranked exactly, against each other.
+A search over the bits of the shares, sixteen thresholds at a time, finds the share above which enough mass (or the
+budget) is gathered. Only the blocks above are ranked exactly, against each other.
 """
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import triton.language as tl
 
 from . import descriptor as d
 
-# Bins by sign, exponent and three bits of the mantissa of a share: 6 to 12% wide.
-BINS, SHIFT = 2048, 20
+# The search covers this many octaves below the largest share, in 16^3 steps: 0.4% wide.
+OCTAVES = 24
 
 
 @triton.jit
 def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks, min_context, top_share,
                   H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
                   SINK: tl.constexpr, RECENT: tl.constexpr, NEVER: tl.constexpr, TILE: tl.constexpr, TI: tl.constexpr,
-                  TJ: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr):
+                  TJ: tl.constexpr, OCTAVES: tl.constexpr):
     """One program a row and KV head.
 
     MF [B, H, GP]: log2 mass of the always-read blocks. Writes TOT [B, H, GP]: log2 of the estimated total mass;
@@ -30,7 +30,7 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     lengths = tl.load(desc + d.LENGTHS).to(tl.pointer_type(tl.int64))
     length = tl.load(lengths + pid // H)
     new = length + 1
-    start = tl.maximum(tl.minimum(new // U * UB, length // P - RECENT), SINK).to(tl.int32)
+    start = tl.maximum(tl.minimum(length // U * UB, length // P - RECENT), SINK).to(tl.int32)
     candidates = start - SINK
     blocks = ((new + P - 1) // P).to(tl.int32)
     forced = blocks - tl.maximum(candidates, 0)
@@ -60,35 +60,47 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     tl.store(TOT + pid * GP + rg, total)
 
     live = (rg < G)[:, None]
-    counts = tl.zeros([BINS], tl.int32)
+    largest = 0.0
+    everything = 0.0
     for low in range(SINK, start, TILE):
         n = low + rt
         e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
         s = tl.sum(tl.where(live, tl.exp2(e - total[:, None]), 0.0), 0) / G
         tl.store(share + n, s, mask=n < start)
-        bins = s.to(tl.int32, bitcast=True) >> SHIFT
-        counts += tl.histogram(tl.where(n < start, bins, 0), BINS)
+        largest = tl.maximum(largest, tl.max(s, 0))
+        everything += tl.sum(s, 0)
     tl.debug_barrier()
-    rb = tl.arange(0, BINS)
-    middle = ((rb << SHIFT) | (1 << (SHIFT - 1))).to(tl.float32, bitcast=True)
-    middle = tl.where((rb > 0) & (rb < 1024), middle, 0.0)
-    counts = tl.where(rb > 0, counts, 0)                    # bin 0 also holds what is no candidate
-    mass = tl.cumsum(counts * middle, 0, reverse=True)
-    above = tl.cumsum(counts, 0, reverse=True)
-    if NEVER:
-        enough = above >= count
-    else:
-        everything = tl.max(mass, 0)
-        need = everything - (1.0 - threshold - slack)
-        enough = ((mass >= need) & (above >= floor)) | (above >= count)
-        enough = tl.where(short, above >= count, enough)
-    cut = tl.max(tl.where(enough & (rb > 0), rb, 0), 0)
+    # Find the highest threshold, as bits, above which there is enough.
+    need = everything - (1.0 - threshold - slack)
+    high = largest.to(tl.int32, bitcast=True) + 1
+    low_bits = tl.maximum(high - (OCTAVES << 23), 1)
+    step = (high - low_bits + 4095) // 4096 * 256
+    cut = low_bits
+    rk = tl.arange(0, 16)
+    for level in tl.static_range(3):
+        level_cuts = cut + rk * step
+        mass = tl.zeros([16], tl.float32)
+        above = tl.zeros([16], tl.int32)
+        for low in range(SINK, start, TILE):
+            n = low + rt
+            s = tl.load(share + n, mask=n < start, other=0.0)
+            over = (n < start)[None, :] & (s.to(tl.int32, bitcast=True)[None, :] >= level_cuts[:, None])
+            mass += tl.sum(tl.where(over, s[None, :], 0.0), 1)
+            above += tl.sum(over.to(tl.int32), 1)
+        if NEVER:
+            enough = above >= count
+        else:
+            enough = ((mass >= need) & (above >= floor) & (short == 0)) | (above >= count)
+        # `enough` holds up to some threshold and not beyond; none of them: everything is needed.
+        best = tl.max(tl.where(enough, rk, -1), 0)
+        cut = tl.where(best >= 0, cut + best * step, tl.where(level == 0, 0, cut))
+        step = tl.where(best >= 0, step // 16, 0)
 
     found = 0
     for low in range(SINK, start, TILE):
         n = low + rt
         s = tl.load(share + n, mask=n < start, other=0.0)
-        keep = (n < start) & ((s.to(tl.int32, bitcast=True) >> SHIFT) >= cut)
+        keep = (n < start) & (s.to(tl.int32, bitcast=True) >= cut)
         place = found + tl.cumsum(keep.to(tl.int32), 0) - 1
         tl.store(listed + place, n.to(tl.int64), mask=keep)
         found += tl.sum(keep.to(tl.int32), 0)

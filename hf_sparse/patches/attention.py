@@ -8,6 +8,7 @@ import torch
 from ..cache.handle import KVHandle
 from ..compat import AttentionInterface, AttentionMaskInterface, sdpa_attention_forward
 from ..kernels.reference.dense import exact_attention
+from .graph import StepHandle, decode
 from .mask import psa_mask
 
 # transformers gives meaning to names with "flash", "sdpa", "flex", "paged|" or "/" in them.
@@ -36,6 +37,9 @@ def psa_attention(module, query, key, value, attention_mask, scaling=None, dropo
                                       "support. Call hf_sparse.unpatch_model(model) and use transformers' own cache.")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = softcap or 0.0
+    if isinstance(key, StepHandle):
+        output = decode(query, key.new, value.new, s_aux, key.number, key.order, float(scaling), float(softcap))
+        return output, None
     if isinstance(key, KVHandle) and isinstance(value, KVHandle) and key.pending is value.pending:
         if module.training and torch.is_grad_enabled():
             raise NotImplementedError("A PSACache is for inference: call model.eval(), or train without a cache "

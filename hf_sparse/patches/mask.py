@@ -9,6 +9,7 @@ import torch
 
 from ..cache.handle import KVLength
 from ..compat import causal_mask_function, query_length, sdpa_mask
+from .graph import STEP_LENGTH
 
 _OVERLAYS = ("sliding_window_overlay.<locals>.inner_mask", "chunked_overlay.<locals>.inner_mask")
 
@@ -22,6 +23,8 @@ def psa_mask(batch_size: int, *args, attention_mask=None, mask_function=causal_m
         4-D mask for patterns that the layers don't know by themselves (image blocks, bidirectional spans).
     """
     length = kwargs["kv_length"]
+    if length == STEP_LENGTH:                               # the captured step knows its own lengths
+        return None
     if not isinstance(length, KVLength):
         return sdpa_mask(batch_size, *args, attention_mask=attention_mask, mask_function=mask_function, **kwargs)
     count = query_length(args, kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from ..compat import CACHE_ARGUMENT, CACHE_NAMES
 from ..config import PSAConfig
 from . import support
 from .attention import NAME, register
+from .graph import get_compiled_call, valid_auto_compile_criteria
 
 _STATE = "_hf_sparse"
 
@@ -22,10 +23,14 @@ class PatchState:
     """What patch_model changed, so that unpatch_model can undo it."""
 
     config: PSAConfig
-    implementations: dict
-    hook: object
+    implementations: dict                                   # attention implementation by sub-config, as it was
+    hook: int                                               # id of the forward pre-hook
     support: str
-    last_cache: PSACache | None = None
+    steps: dict = field(default_factory=dict)               # captured decode steps by batch size
+
+    def __deepcopy__(self, memo) -> PatchState:
+        # A copy of a patched model is patched, and captures steps of its own.
+        return PatchState(self.config, dict(self.implementations), self.hook, self.support)
 
 
 def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides):
@@ -64,9 +69,11 @@ def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides
         warnings.warn(f"{type(target).__name__} has no full-attention layer, so there is nothing to make sparse.",
                       UserWarning, stacklevel=2)
     hook = target.register_forward_pre_hook(_check_call, with_kwargs=True)
-    setattr(target, _STATE, PatchState(config, implementations, hook, verdict.kind))
+    setattr(target, _STATE, PatchState(config, implementations, hook.id, verdict.kind))
     target.last_psa_cache = None
-    target.generate = types.MethodType(generate, target)
+    for name, function in _METHODS.items():
+        if hasattr(type(target), name):
+            setattr(target, name, types.MethodType(function, target))
     return model
 
 
@@ -76,9 +83,10 @@ def unpatch_model(model):
     state = getattr(target, _STATE, None)
     if state is None:
         return model
-    state.hook.remove()
+    target._forward_pre_hooks.pop(state.hook, None)
+    target._forward_pre_hooks_with_kwargs.pop(state.hook, None)
     _restore(target, state.implementations)
-    for name in ("generate", "last_psa_cache", _STATE):
+    for name in (*_METHODS, "last_psa_cache", _STATE):
         target.__dict__.pop(name, None)
     return model
 
@@ -110,7 +118,7 @@ def generate(self, *args, **kwargs):
                 raise ValueError("use_cache=False with a PSACache: every step would be stored twice. Leave out one "
                                  "of them.")
             _check_generate(self, cache, kwargs, generation_config)
-            state.last_cache = self.last_psa_cache = cache
+            self.last_psa_cache = cache
         for name in CACHE_NAMES:
             kwargs.pop(name, None)
         return cls_generate(self, *args, **kwargs, **{CACHE_ARGUMENT: cache})
@@ -118,7 +126,7 @@ def generate(self, *args, **kwargs):
         return cls_generate(self, *args, **kwargs)          # the caller chose otherwise
     cache = PSACache(self.config, state.config)
     _check_generate(self, cache, kwargs, generation_config)
-    state.last_cache = self.last_psa_cache = cache
+    self.last_psa_cache = cache
     kwargs.update({CACHE_ARGUMENT: cache})
     if getattr(generation_config, "cache_implementation", None) is not None:
         kwargs["cache_implementation"] = None               # the model's default gives way to ours
@@ -126,6 +134,10 @@ def generate(self, *args, **kwargs):
         if name != CACHE_ARGUMENT:
             kwargs.pop(name, None)
     return cls_generate(self, *args, **kwargs)
+
+
+_METHODS = {"generate": generate, "get_compiled_call": get_compiled_call,
+            "_valid_auto_compile_criteria": valid_auto_compile_criteria}
 
 
 def _check_generate(model, cache: PSACache, kwargs: dict, generation_config) -> None:

@@ -30,12 +30,9 @@ _NAMES_BY_SIZE = [
     (64, "expert_ffn_hidden_size intermediate_size_mlp dense_intermediate_size feed_forward_size"),
     (64, "moe_shared_expert_intermediate_size shared_experts_intermediate_size"),
     (64, "prefix_dense_intermediate_size expert_intermediate_size"),
-    (
-        NUM_HEADS,
-        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads",
-    ),
-    (NUM_HEADS, "attention_heads num_encoder_attention_heads num_decoder_attention_heads linear_num_heads"),
-    (NUM_HEADS, "swa_num_attention_heads encoder_attention_heads"),
+    (NUM_HEADS, "num_attention_heads n_head n_heads num_heads attention_heads swa_num_attention_heads"),
+    (NUM_HEADS, "decoder_attention_heads encoder_attention_heads linear_num_heads"),
+    (NUM_HEADS, "num_encoder_attention_heads num_decoder_attention_heads"),
     (HEAD_DIM, "attention_head_size kv_channels d_head dim_head query_pre_attn_scalar swa_head_dim"),
     (HEAD_DIM, "global_head_dim v_head_dim qk_head_dim index_head_dim indexer_head_dim attention_head_dim"),
     (HEAD_DIM, "linear_head_dim swa_v_head_dim linear_key_head_dim linear_value_head_dim"),
@@ -144,8 +141,7 @@ def shrink(entries: dict[str, Any]) -> dict[str, Any]:
             result[name] = [value[i] for i in keep]
         else:
             result[name] = value
-    if result.get("num_key_value_heads") and entries["num_key_value_heads"] == entries.get(
-        "num_attention_heads"
-    ):
+    grouped = entries.get("num_key_value_heads") != entries.get("num_attention_heads")
+    if not grouped and result.get("num_key_value_heads"):
         result["num_key_value_heads"] = result["num_attention_heads"]
     return result

@@ -6,6 +6,9 @@ import math
 import torch
 import torch.nn.functional as F
 
+# Logits of one piece of a prompt that are held at a time; the result does not depend on it.
+LOGIT_ELEMENTS = 2**22
+
 
 def exact_attention(query, keys, values, mask, scaling: float, softcap: float = 0.0, sinks=None, causal=False):
     """softmax(q k^T) v, exactly.
@@ -27,7 +30,7 @@ def exact_attention(query, keys, values, mask, scaling: float, softcap: float = 
     H, T = keys.shape[1], keys.shape[2]
     output = query.new_empty(B, Hq, Q, values.shape[-1])
     keys, values = keys[:, :, None], values[:, :, None]
-    step = max(1, 2**22 // max(T, 1))                              # bounds the logits, whatever the prompt's length
+    step = max(1, LOGIT_ELEMENTS // max(T, 1))
     for low in range(0, Q, step):
         high = min(low + step, Q)
         part = query[:, :, low:high].unflatten(1, (H, group))

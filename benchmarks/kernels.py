@@ -1,0 +1,186 @@
+"""The decode kernels on a GPU: first against the reference and float64, then their time.
+
+    python -m benchmarks.kernels [--out benchmarks/results/kernels_h200.json]
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import torch
+
+from hf_sparse import PSAConfig
+from hf_sparse.cache import backend
+from hf_sparse.cache.handle import Pending
+from hf_sparse.cache.static import StaticStep
+from hf_sparse.kernels.decode import TUNING
+
+from .common import graph_times, quantiles, run_id, synthetic_layers, versions, write
+
+SHAPES = [  # query heads, KV heads, head dim
+    (32, 8, 128), (8, 8, 64), (9, 3, 64), (8, 2, 80), (10, 2, 96), (14, 2, 64), (16, 2, 256), (4, 4, 128),
+]
+
+
+def float64_attention(layer, query, blocks=None):
+    keys, values = (part.double() for part in layer.padded())
+    group = query.shape[1] // layer.heads
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    logits = query.double() @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5
+    if layer.ragged:
+        logits = logits.masked_fill(~layer.valid[:, None, None], -torch.inf)
+    return torch.softmax(logits, -1) @ values
+
+
+def check(shape, dtype, threshold, tokens=1500, batch=2, block_size=32):
+    """Relative errors of the kernels and of the reference; reads must agree within a few blocks."""
+    query_heads, heads, dim = shape
+    config = PSAConfig(threshold=threshold, min_context=0, block_size=block_size)
+    device = torch.device("cuda")
+    state, (layer,) = synthetic_layers(1, batch, query_heads, heads, dim, tokens, dtype, device, config, seed=1,
+                                       lengths=[tokens, tokens - 333], peak=1.5)
+    twin = layer.fork(type(state)(config, 1, state.pools))
+    scaling = dim ** -0.5
+    generator = torch.Generator(device=device).manual_seed(7)
+    worst = {"kernel": 0.0, "reference": 0.0, "apart": 0.0}
+    for step in range(140):
+        new = lambda h: torch.randn(batch, h, 1, dim, generator=generator, device=device).to(dtype)  # noqa: E731
+        query, key, value = new(query_heads) * 1.5, new(heads), new(heads)
+        ours = layer._device_step(query, Pending(key, value, layer.length), scaling, 0.0, None)
+        pending = Pending(key, value, twin.length)
+        twin.commit(pending, None)
+        if step % 20 in (0, 3):
+            ref = twin._decode(query, scaling, 0.0, None, None)
+            rel = lambda a, b: float((a.double() - b.double()).norm() / b.double().norm())  # noqa: E731
+            worst["apart"] = max(worst["apart"], rel(ours, ref))
+            if threshold >= 1.0:
+                true = float64_attention(twin, query)
+                worst["kernel"] = max(worst["kernel"], rel(ours, true))
+                worst["reference"] = max(worst["reference"], rel(ref, true))
+            if not bool(torch.isfinite(ours).all()):
+                raise SystemExit(f"not finite: {shape} {dtype}")
+    a, b = layer.stats.as_dict(0, "psa", False), twin.stats.as_dict(0, "psa", False)
+    worst["fraction_kernel"], worst["fraction_reference"] = a["kv_fraction"], b["kv_fraction"]
+    worst["coverage_kernel"], worst["coverage_reference"] = a["coverage"], b["coverage"]
+    assert bool((layer.lengths == twin.lengths).all())
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="benchmarks/results/kernels_h200.json")
+    parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="check three shapes only")
+    parser.add_argument("--sweep", action="store_true", help="time variants of the ranking kernel")
+    args = parser.parse_args()
+    rows, checks = [], []
+    if not args.skip_check:
+        for shape, dtype, threshold in itertools.product(SHAPES, (torch.bfloat16, torch.float16, torch.float32),
+                                                         (1.0, 0.7)):
+            if dtype != torch.bfloat16 and shape not in SHAPES[:3] or args.quick and (
+                    shape not in (SHAPES[0], SHAPES[5], SHAPES[6]) or dtype != torch.bfloat16):
+                continue
+            found = check(shape, dtype, threshold)
+            found = {k: round(v, 5) for k, v in found.items()}
+            checks.append({"shape": shape, "dtype": str(dtype), "threshold": threshold, **found})
+            print(shape, dtype, threshold, found, flush=True)
+            limit = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+            if threshold >= 1.0 and found["kernel"] > limit:
+                raise SystemExit("kernels are wrong")
+    run = run_id()
+    for batch, tokens in ((1, 8192), (1, 32768), (1, 131072), (4, 131072)):
+        if batch == 4 and torch.cuda.get_device_properties(0).total_memory < 80e9:
+            continue
+        rows += timings(batch, tokens, run, args.sweep)
+    write(args.out, {"versions": versions(), "checks": checks, "rows": rows})
+
+
+def kernel_times(chain) -> dict[str, float]:
+    """Mean microseconds of every kernel of ours in a chain, from the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    chain()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(3):
+            chain()
+        torch.cuda.synchronize()
+    return {event.key: round(event.device_time_total / event.count, 2) for event in prof.key_averages()
+            if event.key.endswith("_kernel") and event.count}
+
+
+SWEEPS = {
+    "score_kernel": [dict(score_columns=c, score_waves=w, score_warps=n)
+                     for c, w, n in ((16, 8, 1), (16, 16, 1), (16, 32, 1), (16, 62, 1), (8, 32, 1), (4, 32, 1),
+                                     (8, 16, 1), (16, 16, 2), (8, 16, 2), (8, 62, 1))],
+    "select_kernel": [dict(select_tile=t, select_warps=w)
+                      for t, w in ((4096, 32), (4096, 16), (4096, 8), (2048, 16), (1024, 8), (1024, 4))],
+    "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c)
+                      for t, w, v, c in ((64, 4, 1, 8), (128, 4, 1, 8), (128, 8, 1, 8), (256, 8, 1, 8), (32, 4, 1, 8),
+                                         (128, 4, 2, 4), (64, 4, 2, 4), (64, 2, 2, 4))],
+    "append_kernel": [dict(append_tile=t, append_warps=w)
+                      for t, w in ((32, 4), (64, 4), (128, 4), (128, 8), (64, 8))],
+}
+
+
+def sweep(chain, restore, run: str) -> list[dict]:
+    """Every kernel with other launch parameters, one at a time. Chunk sizes change buffers, so those chains are only
+    timed here, not checked."""
+    rows = []
+    for name, variants in SWEEPS.items():
+        for variant in variants:
+            saved = {key: getattr(TUNING, key) for key in variant}
+            for key, value in variant.items():
+                setattr(TUNING, key, value)
+            try:
+                us = kernel_times(chain).get(name)
+            except Exception as error:  # noqa: BLE001 - a variant that does not compile is a result
+                us = f"{type(error).__name__}: {str(error)[:150]}"
+            restore()
+            rows.append({"kernel": name, "variant": variant, "us": us, "run_id": run})
+            for key, value in saved.items():
+                setattr(TUNING, key, value)
+    return rows
+
+
+def timings(batch: int, tokens: int, run: str, sweep_too: bool = False) -> list[dict]:
+    """Chain and single kernels, microseconds a layer, over several layers so that caches are cold."""
+    count = 4 if tokens >= 32768 else 8
+    config = PSAConfig(threshold=0.85, min_context=0, max_blocks=128)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    state, layers = synthetic_layers(count, batch, 32, 8, 128, tokens, dtype, device, config)
+    step = StaticStep(config, count)
+    for layer in layers:
+        layer.begin_step()
+    step.prepare(layers)
+    query = torch.randn(batch, 32, 1, 128, device=device).to(dtype)
+    key, value = (torch.randn(batch, 8, 1, 128, device=device).to(dtype) for _ in range(2))
+    lengths = [layer.lengths.clone() for layer in layers]
+
+    def chain():
+        for layer in layers:
+            step.run(layer, query, key, value, None, 128 ** -0.5, 0.0)
+
+    def restore():
+        for layer, saved in zip(layers, lengths):
+            layer.lengths.copy_(saved)
+
+    times = [t / count * 1e3 for t in graph_times(chain)]
+    restore()
+    digest_bytes = tokens * 8 * batch * (32 * 4 + 96 * 2) / 8 * (1 + 4 * 128 * 8 / (128 * 320))
+    attend_bytes = 128 * 32 * 8 * batch * 128 * 2 * 2
+    out = [{"kernel": "chain", "batch": batch, "context": tokens, "us": quantiles(times), "run_id": run,
+            "bytes_floor_us": round((digest_bytes + attend_bytes) / 4.26e6, 2)}]
+    for name, us in kernel_times(chain).items():
+        out.append({"kernel": name, "batch": batch, "context": tokens, "run_id": run, "us": us})
+    restore()
+    if sweep_too and batch == 1 and tokens == 131072:
+        out += sweep(chain, restore, run)
+    for row in out:
+        print(row, flush=True)
+    return out
+
+
+if __name__ == "__main__":
+    backend.use_kernels(PSAConfig(), torch.device("cuda"), torch.bfloat16)
+    main()

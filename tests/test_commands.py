@@ -1,0 +1,269 @@
+"""The `hf-sparse` command: what it prints and writes, and how it fails."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hf_sparse
+from hf_sparse import PSAConfig, patched
+from hf_sparse.commands import evaluate as eval_command
+from hf_sparse.commands.common import CommandError, parse_pair
+from hf_sparse.commands.main import main
+from hf_sparse.evaluation import TASKS
+from tests.text_model import CONTEXT, text_model, text_tokenizer
+
+SPARSE = ["--set", "min_context=0", "--set", "block_size=4", "--threshold", "0.6"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A model directory as anyone would have it."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    text_model().save_pretrained(path)
+    text_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+# -- env ------------------------------------------------------------------------------------------------------------
+
+
+def test_env_names_versions_and_the_path_taken(capsys):
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"^hf-sparse +{re.escape(hf_sparse.__version__)}$", text, re.M)
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}$", text, re.M)
+    assert re.search(r"^decoding runs +reference kernels", text, re.M)
+
+
+def test_env_as_json(capsys):
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["packages"]["torch"] == torch.__version__
+    assert len(facts["devices"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert "PyTorch" in facts["path"]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"hf-sparse {hf_sparse.__version__}\n"
+
+
+def test_help_costs_no_import_of_torch():
+    code = "import sys, hf_sparse.commands.main as m; m.build_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command_runs_as_a_module():
+    command = [sys.executable, "-m", "hf_sparse.commands.main", "eval", "no/such/directory"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "hf-sparse eval: error: " in done.stderr and "no/such/directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# -- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pair", "expected"),
+    [
+        ("block_size=16", ("block_size", 16)),
+        ("min-context=0", ("min_context", 0)),
+        ("top_k=0.25", ("top_k", 0.25)),
+        ("max_blocks=None", ("max_blocks", None)),
+        ("verify=true", ("verify", True)),
+        ("gpu_memory=4GiB", ("gpu_memory", "4GiB")),
+        ("dense_layers=[0, 1]", ("dense_layers", [0, 1])),
+        ("digest = min_max", ("digest", "min_max")),
+    ],
+)
+def test_pairs_are_read(pair, expected):
+    assert parse_pair(pair) == expected
+
+
+@pytest.mark.parametrize("pair", ["block_size", "=4", "blok_size=4", ""])
+def test_pairs_that_say_nothing_are_refused(pair):
+    with pytest.raises(CommandError):
+        parse_pair(pair)
+
+
+def test_settings_start_from_a_preset_or_a_saved_config(directory, tmp_path, capsys):
+    saved = PSAConfig(threshold=0.5, min_context=0, block_size=4)
+    saved.save_pretrained(tmp_path)
+    for start, expected in (
+        (["--preset", "paper"], PSAConfig.preset("paper").replace(min_context=0, block_size=4)),
+        (["--config", str(tmp_path)], saved),
+        (["--config", str(tmp_path), "--threshold", "0.7"], saved.replace(threshold=0.7)),
+    ):
+        out = tmp_path / "out.json"
+        assert main(
+            ["eval", directory, "--task", "kl", "--length", "400", "--samples", "1", "--json", str(out), *start]
+            + ["--set", "min_context=0", "--set", "block_size=4"]
+        ) == 0
+        assert json.loads(out.read_text())["config"] == expected.to_dict()
+    capsys.readouterr()
+
+
+# -- generate -------------------------------------------------------------------------------------------------------
+
+PROMPT = "A lighthouse keeper counts the ships that pass at night. " * 6
+
+
+def expected_answer(prompt: str, tokens: int, **overrides) -> str:
+    model, tokenizer = text_model(), text_tokenizer()
+    with patched(model, PSAConfig(**overrides)):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("source", ["argument", "file", "stdin"])
+def test_generate_streams_what_the_library_generates(directory, tmp_path, monkeypatch, capsys, source):
+    if source == "file":
+        (tmp_path / "prompt.txt").write_text(PROMPT)
+    if source == "stdin":
+        monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    given = {
+        "argument": ["--prompt", PROMPT],
+        "file": ["--prompt-file", str(tmp_path / "prompt.txt")],
+        "stdin": ["--prompt-file", "-"],
+    }[source]
+    assert main(["generate", directory, *given, "--max-new-tokens", "20", *SPARSE]) == 0
+    printed = capsys.readouterr().out
+    assert printed.rstrip("\n") == expected_answer(PROMPT, 20, threshold=0.6, min_context=0, block_size=4).rstrip("\n")
+
+
+def test_generate_prints_statistics_beside_the_answer(directory, capsys):
+    arguments = ["generate", directory, "--prompt", PROMPT, "--max-new-tokens", "9", "--stats", *SPARSE]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    stats = json.loads(printed.err[printed.err.index("{") :])
+    assert stats["sparse_steps"] == 8 and 0 < stats["kv_fraction"] < 1
+    assert "kv_fraction" not in printed.out
+
+
+def test_generate_wraps_the_prompt_in_the_chat_template(directory, capsys):
+    assert main(["generate", directory, "--chat", "--prompt", "Hello", "--max-new-tokens", "12"]) == 0
+    expected = expected_answer("[user] Hello\n[assistant] ", 12)
+    assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
+
+
+def test_generate_samples_with_a_seed(directory, capsys):
+    answers = []
+    for seed in ("1", "1", "2"):
+        arguments = ["generate", directory, "--prompt", PROMPT, "--max-new-tokens", "20", "--sample", "--seed", seed]
+        assert main(arguments) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+
+
+# -- eval -----------------------------------------------------------------------------------------------------------
+
+
+def test_eval_prints_a_table_and_writes_everything(directory, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ["eval", directory, "--task", "copy,kl,copy", "--length", "500", "--samples", "2", "--seed", "3"]
+    assert main([*arguments, "--json", str(out), *SPARSE]) == 0
+    printed = capsys.readouterr()
+    rows = [line for line in printed.out.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows] == ["task", "copy", "kl"]
+    assert "context 2 of 2" in printed.err
+    result = json.loads(out.read_text())
+    assert result["model"] == "tiny" and result["dtype"] == "float32"
+    assert result["settings"] == {"tasks": ["copy", "kl"], "length": 500, "samples": 2, "seed": 3}
+    assert result["versions"]["torch"] == torch.__version__
+    assert len(result["answers"]) == 2 * 3 + 2
+    assert all(0 < answer["kv_fraction"] < 1 for answer in result["answers"])
+
+
+def test_eval_is_quiet_when_asked(directory, capsys):
+    arguments = ["eval", directory, "--task", "kl", "--length", "400", "--samples", "1", "--quiet", *SPARSE]
+    assert main(arguments) == 0
+    assert "context" not in capsys.readouterr().err
+
+
+def test_eval_fails_when_decoding_was_dense(directory, capsys):
+    arguments = ["eval", directory, "--task", "kl", "--length", "400", "--samples", "1"]
+    assert main(arguments) == 1  # shorter than the default min_context
+    printed = capsys.readouterr()
+    assert printed.out == "" and "nothing was measured" in printed.err and "min_context" in printed.err
+
+
+def test_eval_knows_the_tasks_that_there_are():
+    assert eval_command.TASKS == tuple(TASKS)
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "{missing}"], "no model directory"),
+        (["eval", "{empty}"], "config.json"),
+        (["eval", "{broken}"], "can't be loaded"),
+        (["eval", "{model}", "--task", "passkey,juggling"], "'juggling'"),
+        (["eval", "{model}", "--task", ","], "no task given"),
+        (["eval", "{model}", "--threshold", "1.5"], "threshold"),
+        (["eval", "{model}", "--set", "blok_size=16"], "blok_size"),
+        (["eval", "{model}", "--set", "block_size=5"], "block_size"),
+        (["eval", "{model}", "--set", "block_size"], "KEY=VALUE"),
+        (["eval", "{model}", "--policy", "top_k"], "top_k"),
+        (["eval", "{model}", "--preset", "paper", "--config", "{empty}"], "one of them"),
+        (["eval", "{model}", "--config", "{empty}"], "psa_config.json"),
+        (["eval", "{model}", "--task", "kl", "--length", str(CONTEXT)], f"context is {CONTEXT}"),
+        (["eval", "{model}", "--task", "kl", "--length", "400", "--text", "{missing}"], "no text"),
+        (["eval", "{model}", "--json", "{missing}/deeper/out.json"], "no such directory"),
+        (["eval", "{model}", "--task", "kl", "--length", "400", "--device", "cuda:99"], "cuda:99"),
+        (["generate", "{model}", "--prompt", " "], "empty"),
+        (["generate", "{model}", "--prompt-file", "{missing}"], "can't be read"),
+        (["generate", "{model}", "--prompt", "x y " * CONTEXT, "--max-new-tokens", "1"], f"context is {CONTEXT}"),
+        (["generate", "{model}", "--prompt", "x", "--set", "gpu_memory=1KiB", "--set", "host_memory=1GiB"], "gpu_memory"),
+    ],
+    ids=lambda value: " ".join(value[1:])[:40] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_status_two(directory, tmp_path, capsys, arguments, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "no-such-architecture"}')
+    names = {"model": directory, "missing": str(tmp_path / "missing"), "empty": str(tmp_path / "empty")}
+    names["broken"] = str(tmp_path / "broken")
+    assert main([argument.format(**names) for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = [line for line in printed.err.splitlines() if "error: " in line]
+    assert len(lines) == 1 and message in lines[0], printed.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["juggle"],
+        ["eval"],
+        ["generate", "model"],
+        ["generate", "model", "--prompt", "a", "--prompt-file", "b"],
+        ["generate", "model", "--prompt", "a", "--max-new-tokens", "0"],
+        ["eval", "model", "--samples", "many"],
+        ["eval", "model", "--threshold", "high"],
+        ["eval", "model", "--preset", "fastest"],
+        ["eval", "model", "--policy", "all"],
+    ],
+    ids=lambda arguments: " ".join(arguments) or "nothing",
+)
+def test_arguments_that_do_not_parse_exit_with_two(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: hf-sparse" in capsys.readouterr().err
