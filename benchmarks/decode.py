@@ -176,7 +176,8 @@ def measure(model, name: str, batch: int, context: int, tokens: int, run: str, s
         row["kv_fraction"], row["bytes_floor_us"] = 1.0, round(layer_bytes / BANDWIDTH * 1e6, 2)
     else:
         config = PSAConfig(max_blocks=128) if name != "psa-peaked" else PSAConfig()
-        patch_model(model, config)
+        if not hasattr(model, "_hf_sparse"):                 # once for all contexts: the captured step is kept
+            patch_model(model, config)
         cache = PSACache(model.config, config)
         started = time.perf_counter()
         with torch.no_grad():
@@ -184,8 +185,8 @@ def measure(model, name: str, batch: int, context: int, tokens: int, run: str, s
         torch.cuda.synchronize()
         row["prefill_s"] = round(time.perf_counter() - started, 3)
         if name == "psa-peaked":
-            for layer in cache.sparse_layers:
-                layer.pool.kv[:, :32 * 128].mul_(PEAK ** (1.0 if layer.order == 0 else 0.0))
+            pool = cache.sparse_layers[0].pool              # one for all layers; keys come first in a slot
+            pool.kv[:, :32 * 128].mul_(PEAK)
         longer = torch.cat([ids, torch.full((batch, 1), 7, device="cuda")], 1)
         with free_attention() if name == "free" else contextlib.nullcontext():
             _, times = generate(model, longer, cache, tokens)
@@ -202,10 +203,6 @@ def measure(model, name: str, batch: int, context: int, tokens: int, run: str, s
     times = times[6:] if len(times) > 12 else times[2:]
     row["ms_per_token"] = quantiles(times)
     row["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
-    if name not in ("dynamic", "static"):
-        unpatch_model(model)
-    else:
-        torch._dynamo.reset()
     return row
 
 
@@ -228,14 +225,15 @@ def main() -> None:
     if not args.skip_check:
         result["check"] = check()
     run, model = run_id(), build(args.shape, args.layers)
-    for context in map(int, args.contexts.split(",")):
-        for batch in map(int, args.batches.split(",")):
-            for name in args.rows.split(","):
+    for name in args.rows.split(","):
+        unpatch_model(model)
+        torch._dynamo.reset()
+        for context in map(int, args.contexts.split(",")):
+            for batch in map(int, args.batches.split(",")):
                 try:
                     row = measure(model, name, batch, context, args.tokens, run, args.shape)
                 except torch.OutOfMemoryError as error:
                     row = {"name": name, "batch": batch, "context": context, "run_id": run, "error": str(error)[:200]}
-                    unpatch_model(model)
                 print(json.dumps(row), flush=True)
                 result["rows"].append(row)
                 write(args.out, result)

@@ -83,6 +83,12 @@ class PSACache(Cache):
         slots = 1 + pinned + batch * heads * largest_round(config.round_blocks)
         return slots * config.block_size * 2 * dim * dtype.itemsize
 
+    @property
+    def tokens(self) -> int:
+        """Padded tokens of a row, 0 for a cache whose layers keep no tokens."""
+        attending = [layer for layer in self.layers if isinstance(layer, (PSALayer, WindowLayer))]
+        return attending[0].get_seq_length() if attending else 0
+
     # -- what transformers asks -------------------------------------------------------------------------------------
     @property
     def sparse_layers(self) -> list[PSALayer]:
@@ -155,7 +161,7 @@ class PSACache(Cache):
 
     def __repr__(self) -> str:
         return (f"PSACache(layers={len(self.layers)}, sparse={len(self.sparse_layers)}, "
-                f"tokens={self.get_seq_length()}, batch={self.batch_size})")
+                f"tokens={self.tokens}, batch={self.batch_size})")
 
     # -- belonging to a model -----------------------------------------------------------------------------------------
     def bind(self, model) -> None:
@@ -169,7 +175,7 @@ class PSACache(Cache):
             raise ValueError(f"This PSACache was built for {self.fingerprint}, the model is {fingerprint}. Build one "
                              "with PSACache(model.config).")
         owner = self._model() if self._model is not None else None
-        if owner is not None and owner is not model and self.get_seq_length() > 0:
+        if owner is not None and owner is not model and self.tokens > 0:
             raise ValueError("This PSACache holds the keys and values of another model. Use a new cache, or call "
                              "cache.reset() first.")
         self._model = weakref.ref(model)

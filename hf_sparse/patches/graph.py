@@ -177,7 +177,7 @@ def _key(cache: PSACache) -> tuple:
 def _eligible(model, patch, cache: PSACache, inputs: dict, trusted: bool) -> GraphedStep | None:
     """The captured step for these inputs, or None if they need an eager one."""
     ids = inputs.get("input_ids")
-    if ids is None or ids.shape[1] != 1 or not cache.get_seq_length() or not capturable(model, cache):
+    if ids is None or ids.shape[1] != 1 or not cache.tokens or not capturable(model, cache):
         return None
     layers, mask = cache.sparse_layers, inputs.get("attention_mask")
     if mask is not None:

@@ -29,7 +29,7 @@ def psa_mask(batch_size: int, *args, attention_mask=None, mask_function=causal_m
         return sdpa_mask(batch_size, *args, attention_mask=attention_mask, mask_function=mask_function, **kwargs)
     count = query_length(args, kwargs)
     total = int(length) + int(kwargs.get("kv_offset", 0))
-    if not is_plain(mask_function):
+    if not is_plain(mask_function) and not (count == 1 and hides_nothing(mask_function, length.layer)):
         kwargs = dict(kwargs, kv_length=int(length), allow_is_causal_skip=False)
         return sdpa_mask(batch_size, *args, attention_mask=attention_mask, mask_function=mask_function, **kwargs)
     padding = None
@@ -38,8 +38,10 @@ def psa_mask(batch_size: int, *args, attention_mask=None, mask_function=causal_m
         if padding.shape[1] < total:                        # a mask that stops early hides nothing after its end
             padding = torch.nn.functional.pad(padding, (0, total - padding.shape[1]), value=True)
         check_past(length.layer, padding, total - count)
-        # One look before the step: a mask of ones is no padding, and costs nothing from here on.
-        if bool(padding[:, total - count:].all()):
+        # One look before the step: a mask of ones is no padding, and costs nothing from here on. Where the model edits
+        # keys on the way, attention is dense and needs the padding of the whole row.
+        seen = padding if length.layer.state.dense_expected else padding[:, total - count:]
+        if bool(seen.all()):
             padding = None
     if padding is not None:
         return padding[:, None, None]
@@ -75,3 +77,10 @@ def is_plain(mask_function) -> bool:
         return False
     parts = mask_function.__closure__[0].cell_contents
     return len(parts) == 2 and parts[1] is causal_mask_function and parts[0].__qualname__ in _OVERLAYS
+
+
+def hides_nothing(mask_function, layer) -> bool:
+    """For a single new token of a full-attention row: causal, or causal widened by something else, is everything."""
+    if getattr(layer, "kind", None) != "psa" or getattr(mask_function, "__qualname__", "") != "or_masks.<locals>.or_mask":
+        return False
+    return causal_mask_function in mask_function.__closure__[0].cell_contents

@@ -145,7 +145,7 @@ def _check_generate(model, cache: PSACache, kwargs: dict, generation_config) -> 
     if kwargs.get("output_attentions", getattr(generation_config, "output_attentions", False)):
         raise NotImplementedError("output_attentions=True: sparse attention never has all attention weights. Use "
                                   "hf_sparse.unpatch_model(model) with attn_implementation='eager' for them.")
-    past = cache.get_seq_length()
+    past = cache.tokens
     if past == 0:
         return
     ids = kwargs.get("input_ids", kwargs.get("inputs"))

@@ -12,9 +12,14 @@ REFUSED = {
     "doge": "it builds a mask of its own from the dense one",
     "git": "its decoder does not read the configured attention implementation",
     "moshi": "its window comes from what its cache has evicted",
+    "minimax": "it accepts a cache class of its own only",
+    "mllama": "it reads the cached keys of its cross-attention directly",
+    "mllama_text_model": "it reads the cached keys of its cross-attention directly",
 }
 # Read the mask beside attention, harmlessly.
 MASK_READERS_ALLOWED = {"GPT2Attention", "DiffLlamaAttention"}
+# Touch keys and values only on a branch that a configured attention implementation does not take.
+TOUCHES_ALLOWED = {"GPT2Attention"}
 
 INTERFACES = ("attention_interface", "attention_fn")
 
@@ -42,7 +47,7 @@ def check(model) -> Support:
                            "AttentionInterface")
         elif "mask_consumed" in found and cls.__name__ not in MASK_READERS_ALLOWED:
             refused.append(f"{cls.__name__} uses the attention mask for something of its own")
-        elif found & {"kv_touched", "kv_transformed"}:
+        elif found & {"kv_touched", "kv_transformed"} and cls.__name__ not in TOUCHES_ALLOWED:
             dense.append(f"{cls.__name__} edits keys or values between the cache and attention")
     if refused:
         return Support("refused", refused)
@@ -83,11 +88,12 @@ def _between(tree, update, interface) -> set[str]:
         if isinstance(node, ast.Assign) and node.value is update:
             target = node.targets[0]
             targets = [ast.unparse(t) for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
-            line = node.lineno
+            line = node.end_lineno
     passed = [*interface.args, *(keyword.value for keyword in interface.keywords)]
     inside = {id(node) for argument in passed for node in ast.walk(argument)}
     if not set(targets) <= {ast.unparse(argument) for argument in passed}:
         found.add("kv_transformed")
+    inside |= _stored(tree, targets)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside:
             if node.id in targets and line < node.lineno < interface.lineno:
@@ -95,3 +101,13 @@ def _between(tree, update, interface) -> set[str]:
             if node.id == "attention_mask":
                 found.add("mask_consumed")
     return found
+
+
+def _stored(tree, targets: list[str]) -> set[int]:
+    """Uses of keys and values that only keep them, as layers that share them with later ones do: x[...] = keys, values."""
+    kept = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and all(isinstance(target, ast.Subscript) for target in node.targets):
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            kept |= {id(value) for value in values if isinstance(value, ast.Name) and value.id in targets}
+    return kept
