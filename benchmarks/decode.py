@@ -66,7 +66,7 @@ def generate(model, ids, cache, tokens: int, **kwargs):
 @contextlib.contextmanager
 def free_attention():
     """The same step with an attention that costs nothing: what everything else takes."""
-    run, def_run = StaticStep.run, lambda self, layer, query, *args: query.transpose(1, 2).contiguous()
+    run, def_run = StaticStep.run, lambda self, layer, query, *args: query.transpose(1, 2).clone()
     StaticStep.run = def_run
     try:
         yield

@@ -110,16 +110,16 @@ def kernel_times(chain) -> dict[str, float]:
 
 
 SWEEPS = {
-    "score_kernel": [dict(score_columns=c, score_waves=w, score_warps=n)
-                     for c, w, n in ((16, 8, 1), (16, 16, 1), (16, 32, 1), (16, 62, 1), (8, 32, 1), (4, 32, 1),
-                                     (8, 16, 1), (16, 16, 2), (8, 16, 2), (8, 62, 1))],
+    "score_kernel": [dict(score_columns=c, score_waves=w, score_stages=n)
+                     for c, w, n in ((8, 16, 1), (8, 32, 1), (8, 62, 1), (8, 16, 2), (16, 32, 1), (4, 32, 1))],
     "select_kernel": [dict(select_tile=t, select_warps=w)
-                      for t, w in ((4096, 32), (4096, 16), (4096, 8), (2048, 16), (1024, 8), (1024, 4))],
-    "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c)
-                      for t, w, v, c in ((64, 4, 1, 8), (128, 4, 1, 8), (128, 8, 1, 8), (256, 8, 1, 8), (32, 4, 1, 8),
-                                         (128, 4, 2, 4), (64, 4, 2, 4), (64, 2, 2, 4))],
-    "append_kernel": [dict(append_tile=t, append_warps=w)
-                      for t, w in ((32, 4), (64, 4), (128, 4), (128, 8), (64, 8))],
+                      for t, w in ((4096, 32), (4096, 16), (4096, 8), (2048, 16), (2048, 8), (1024, 8))],
+    "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c, attend_stages=n, merge_tile=m)
+                      for t, w, v, c, n, m in ((64, 4, 2, 4, 1, 32), (64, 8, 2, 4, 1, 32), (128, 8, 2, 4, 1, 32),
+                                               (64, 4, 2, 4, 2, 32), (128, 8, 1, 8, 1, 16), (64, 4, 1, 8, 1, 16),
+                                               (32, 4, 2, 4, 1, 32))],
+    "append_kernel": [dict(append_tile=t, append_warps=w, append_stages=n)
+                      for t, w, n in ((32, 4, 1), (32, 8, 1), (64, 4, 1), (64, 8, 1), (64, 8, 2))],
 }
 
 

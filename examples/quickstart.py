@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from hf_sparse import PSAConfig, patch_model
 from hf_sparse.evaluation import Haystack, load_paragraphs
 
-FACT = "The lighthouse keeper wrote that the secret number of the treasure chest is {number}."
+FACT = ("The secret number of the treasure chest is {number}. "
+        "Remember it: {number} is the secret number of the treasure chest.")
 QUESTION = "\n\nWhat is the secret number of the treasure chest?"
 
 

@@ -103,12 +103,12 @@ def test_contexts_have_the_wanted_length(task, haystack):
         assert all(question.prompt and question.answer for question in sample.questions)
 
 
-def test_passkey_stands_once_where_it_should(haystack, tokenizer):
+def test_passkey_stands_where_it_should(haystack, tokenizer):
     for index, sample in enumerate(build_samples(["passkey"], haystack, 4 * LENGTH, 5, seed=0)):
         (question,) = sample.questions
         text, key = words(tokenizer, sample.context), words(tokenizer, question.answer).strip()
         assert len(key) == 5 and key.isdigit()
-        assert text.count(key) == 1
+        assert text.count(key) == 2 and text.rindex(key) - text.index(key) < 100
         assert question.depth == pytest.approx((index + 0.5) / 5)
         # Facts go between paragraphs, so a depth is met to within half of one, and the text around them.
         longest = max(len(haystack.encode(paragraph)) for paragraph in haystack.paragraphs)

@@ -124,7 +124,7 @@ def test_quickstart_hides_the_number_in_a_chat_turn(example):
     tokenizer = text_tokenizer()
     inputs = example("quickstart").make_prompt(tokenizer, "60494", 1500, 0.5, 0)
     text = tokenizer.decode(inputs["input_ids"][0])
-    assert text.count("60494") == 1
+    assert text.count("60494") == 2
     assert text.startswith("[user] ") and text.endswith("treasure chest?\n[assistant] ")
     assert 1000 < inputs["input_ids"].shape[1] < 1600
     assert torch.equal(inputs["attention_mask"], torch.ones_like(inputs["input_ids"]))

@@ -12,6 +12,7 @@ from ..kernels.reference.fetch import acquire, read
 from ..selection.rounds import round_bounds
 from .digest_store import DigestStore
 from .handle import KVHandle, KVLength, Pending
+from .pool import next_version
 from .protocol import LayerProtocol
 from .state import CacheState
 from .stats import LayerStats
@@ -33,7 +34,6 @@ class PSALayer(LayerProtocol):
     def __init__(self, state: CacheState, index: int, order: int):
         super().__init__()
         self.state, self.index, self.order = state, index, order        # order: among the sparse layers
-        self.version = 0                                                # grows when a buffer moves
         state.members.append(weakref.ref(self))
         self.stats = LayerStats(state.config.record_steps)
         self._clear()
@@ -44,7 +44,7 @@ class PSALayer(LayerProtocol):
         self.lengths = self.valid = self.table = self.pool = self.digests = None
         self.columns = 0                                    # blocks of a row that have ids
         self.pending: Pending | None = None
-        self.version = getattr(self, "version", 0) + 1
+        self.version = next_version()                       # changes when a buffer moves
         self.is_initialized = False
 
     @property
@@ -61,17 +61,17 @@ class PSALayer(LayerProtocol):
         """The most blocks that are always read at the end of a row: recent ones, or those without final digests."""
         return max(self.config.recent_blocks + 1, self.digests.unit_blocks)
 
-    def pinned_blocks(self) -> int:
+    def pinned_blocks(self, batch: int) -> int:
         """The most slots this layer can have pinned: sink and tail, and the block that is being opened."""
-        return self.batch * self.heads * (self.config.sink_blocks + self.tail_blocks + 1)
+        return batch * self.heads * (self.config.sink_blocks + self.tail_blocks + 1)
 
-    def side_bytes(self) -> int:
-        """Bytes on the device beside the slots: digests and tables, at the present capacity."""
+    def side_bytes(self, batch: int | None = None, columns: int | None = None) -> int:
+        """Bytes on the device beside the slots, digests and tables: now, or for another batch and width of the table."""
         if self.table is None:
             return 0
-        columns = self.table.shape[2]
-        return (self.digests.bytes_for(self.batch, self.heads, columns)
-                + self.table.numel() * self.table.element_size())
+        batch, columns = batch or self.batch, columns or self.table.shape[2]
+        return (self.digests.bytes_for(batch, self.heads, columns)
+                + batch * self.heads * columns * self.table.element_size())
 
     def tail_start(self, lengths: torch.Tensor) -> torch.Tensor:
         """[B] first block of the always-read tail: everything before it, but the sink, is ranked.
@@ -122,7 +122,10 @@ class PSALayer(LayerProtocol):
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         count = query_length.shape[0] if torch.is_tensor(query_length) else query_length
-        return KVLength(self.get_seq_length() + count, self), 0
+        total = self.get_seq_length() + count
+        if self.is_initialized and not torch.compiler.is_compiling():
+            self.reserve(total)                             # what is refused is refused before any layer has stored anything
+        return KVLength(total, self), 0
 
     # -- storing --------------------------------------------------------------------------------------------------
     def reserve(self, length: int) -> None:
@@ -131,6 +134,16 @@ class PSALayer(LayerProtocol):
         Raises:
             ValueError: the byte budget or the host tier is too small; nothing has changed then.
         """
+        try:
+            self._reserve(length)
+        except ValueError:
+            self.pending = None                             # the tokens that there is no room for
+            if self.length == 0:
+                for other in self.state.live_layers():      # a prompt that some layers have taken and this one can't
+                    other.reset()
+            raise
+
+    def _reserve(self, length: int) -> None:
         P, ub = self.config.block_size, self.digests.unit_blocks
         needed = -(-length // P)
         capacity = self.table.shape[2]
@@ -146,14 +159,17 @@ class PSALayer(LayerProtocol):
                 self.table = old
                 raise
             self.digests.reserve(self.batch, self.heads, capacity, self.device)
-            self.version += 1
+            self.version = next_version()
         if needed > self.columns:
             target = min(needed + 1, capacity)
             count = self.batch * self.heads * (target - self.columns)
-            first_time = self.columns == 0 and self.state.devices == 1
-            fresh = self.pool.allocate(count, expected=count * (self.state.layers - 1) if first_time else 0)
+            fresh = self.pool.allocate(count, more=count * self._layers_to_come())
             self.table[:, :, self.columns:target] = fresh.view(self.batch, self.heads, -1)
             self.columns = target
+
+    def _layers_to_come(self) -> int:
+        """Layers that change after this one; with several devices each pool has its own, and this is not known."""
+        return self.state.layers - 1 - self.order if self.state.devices == 1 else 0
 
     def commit(self, pending: Pending, valid: torch.Tensor | None) -> None:
         """Store the new tokens; `valid` [B, q] bool, None: all of them are real."""
@@ -346,7 +362,8 @@ class PSALayer(LayerProtocol):
             store.provisional = self.length < self.config.min_context
             store.update(self.pool.tiers(), self.table, self.lengths, self.length, self.ragged,
                          self.config.sink_blocks, self.key_dim, self.value_dim)
-            self.version += not calibrated
+            if not calibrated:
+                self.version = next_version()
 
     def end_step(self) -> None:
         """Count the token that the kernels have stored (and digested)."""
@@ -433,8 +450,6 @@ class PSALayer(LayerProtocol):
         tiers = self.pool.tiers()
         open_column = self.lengths // P
         first = int(open_column.min()) if self.ragged else self.length // P
-        if release:
-            self._unpin(tiers, self.tail_start(self.lengths), torch.full_like(self.lengths, self.columns))
         lengths, open_column = self.lengths.index_select(0, index), open_column.index_select(0, index)
         rows = index.shape[0]
         partial = lengths % P != 0
@@ -442,27 +457,38 @@ class PSALayer(LayerProtocol):
         old = self.table.index_select(0, index)
         content = read(tiers, torch.where(partial[:, None], old.gather(2, column).squeeze(2), 0).reshape(-1))
         table = old.clone()
+        table[:, :, self.columns:] = 0                      # after a crop: blocks that are given back
         width = self.columns - first
         if width > 0:
-            fresh = self.pool.allocate(rows * H * width).view(rows, H, width)
+            count = rows * H * width
+            fresh = self.pool.allocate(count, more=count * self._layers_to_come()).view(rows, H, width)
             shared = torch.arange(first, self.columns, device=self.device) < open_column[:, None]
             table[:, :, first:self.columns] = torch.where(shared[:, None], old[:, :, first:self.columns], fresh)
+        before = self.table, self.lengths, self.batch
         self.table, self.lengths, self.batch = table, lengths, rows
-        self.version += 1
+        try:
+            self.state.fit(self.pool)
+        except ValueError:
+            self.table, self.lengths, self.batch = before
+            raise
+        self.version = next_version()
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
         self.digests.take_rows(index)
-        self.state.fit(self.pool)
-        self._open(self.pool.tiers(), column, partial, content)
+        tiers = self.pool.tiers()
+        if release:
+            unpin(tiers, before[0].reshape(-1), torch.ones_like(before[0], dtype=torch.bool).reshape(-1))
+        self._open(tiers, column, partial, content)
 
     def _open(self, tiers, column, partial, content) -> None:
-        """Put `content` into the open block of rows that have one, and pin it."""
+        """Put `content` into the open block of rows that have one, and pin it and the sink."""
         ids = self.table.gather(2, column).reshape(-1)
         wanted = partial[:, None].expand(-1, self.heads).reshape(-1)
         slots = acquire(tiers, ids, wanted, self.config.eviction, load=False)
         tiers[0][slots] = content
         if self.pool.tiered:
             tiers[5][slots] = True
+            tiers[5][tiers[2][self.table[:, :, :self.config.sink_blocks]]] = True
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._take_rows(beam_idx)
@@ -482,9 +508,9 @@ class PSALayer(LayerProtocol):
         if count == 0 or not self.is_initialized:
             return
         self.digests.settle(self.lengths)
-        tiers = self.pool.tiers()
-        self._unpin(tiers, self.tail_start(self.lengths), torch.full_like(self.lengths, self.columns))
+        before = self.length, self.lengths, self.valid, self.columns, self.digests.clone()
         self.length -= count
+        self.columns = min(self.columns, -(-self.length // self.config.block_size))
         if self.ragged:
             self.lengths = self.lengths - self.valid[:, self.length:].sum(1)
             self.valid = self.valid[:, :self.length]
@@ -492,7 +518,11 @@ class PSALayer(LayerProtocol):
             self.lengths = self.lengths - count
         self.digests.crop(self.lengths, self.length)
         # The reopened block may be shared with a fork or another row, and so may those after it: fresh ids for both.
-        self._take_rows(torch.arange(self.batch, device=self.device), release=False)
+        try:
+            self._take_rows(torch.arange(self.batch, device=self.device))
+        except ValueError:
+            self.length, self.lengths, self.valid, self.columns, self.digests = before
+            raise
 
     def fork(self, state: CacheState) -> PSALayer:
         """Another layer with the same tokens, which shares closed blocks."""

@@ -9,6 +9,7 @@ every closed block is written through to the host tier once, and `slot_of` says 
 """
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import weakref
@@ -17,6 +18,14 @@ import torch
 
 from ..sizes import format_bytes
 from .host import available_host_bytes, reserve_host
+
+
+_VERSIONS = itertools.count(1)
+
+
+def next_version() -> int:
+    """A number that no layer or pool has had: something that kernels hold the address of has moved."""
+    return next(_VERSIONS)
 
 
 class BlockPool:
@@ -42,6 +51,8 @@ class BlockPool:
         self.free = torch.empty(0, dtype=torch.int64, device=device)
         self.cursor = 0                                                    # ids of `free` handed out so far
         self.dirty = False                                                 # blocks were dropped since the last sweep
+        self.side = 0                                                      # bytes of digests and tables beside it
+        self.version = next_version()
         self.host = None
         if host_bytes != 0:
             size = available_host_bytes() // 2 if host_bytes is None else host_bytes
@@ -100,21 +111,21 @@ class BlockPool:
         return live
 
     # -- ids ----------------------------------------------------------------------------------------------------
-    def allocate(self, count: int, expected: int = 0) -> torch.Tensor:
+    def allocate(self, count: int, more: int = 0) -> torch.Tensor:
         """`count` fresh block ids, [count] int64.
 
         Args:
-            expected: further blocks that the caller knows will be asked for, so that the pool grows once.
+            more: blocks that the layers after this one will ask for. There must be room for them too, so that a
+                change of all layers is refused before the first.
 
         Raises:
             ValueError: the byte budget or the host tier is used up; nothing has changed then.
         """
         with self.lock:
-            if self.dirty or self.free.shape[0] - self.cursor < count:
+            if self.dirty or self.free.shape[0] - self.cursor < count + more:
                 self.sweep()
-            short = count - self.free.shape[0]
-            if short > 0:
-                self._grow(short, max(expected, self.ids // 4))
+                if self.free.shape[0] < count + more:
+                    self._grow(count + more - self.free.shape[0], self.ids // 4)
             taken = self.free[self.cursor:self.cursor + count]
             self.cursor += count
             return taken
@@ -146,28 +157,34 @@ class BlockPool:
         else:
             total = self.slots + needed + extra
             if self.budget is not None:
-                side = sum(layer.side_bytes() for layer in list(self.users))
-                total = min(total, (self.budget - side) // self.block_bytes)
-                if total < self.slots + needed:
-                    raise ValueError(
-                        f"gpu_memory is used up: this context needs at least "
-                        f"{format_bytes((self.slots + needed) * self.block_bytes + side)} and there is no host tier. "
-                        "Raise gpu_memory or set host_memory. Nothing in the cache was lost.")
+                total = self.slots + needed                 # what is left may have to go to digests and tables
+                self.check_budget(total)
             first, self.kv = self.slots, _extend(self.kv, total)
+            self.version = next_version()
         fresh = torch.arange(first, total, device=self.device)
         self.free, self.cursor = torch.cat([self.free[self.cursor:], fresh]), 0
+
+    def check_budget(self, slots: int) -> None:
+        """Raise if so many slots, beside digests and tables, are more than a pool without a host tier may take."""
+        if self.budget is not None and slots * self.block_bytes + self.side > self.budget:
+            raise ValueError(
+                f"gpu_memory is used up: this context needs at least "
+                f"{format_bytes(slots * self.block_bytes + self.side)} and there is no host tier. Raise gpu_memory or "
+                "set host_memory. Nothing in the cache was lost.")
 
     # -- slots of a tiered pool ---------------------------------------------------------------------------------
     def resize(self, slots: int) -> None:
         """Set the number of slots, keeping pinned blocks and then those of the highest priority."""
         if slots == self.slots:
             return
+        self.sweep()                                        # so that no dead block is kept in place of a live one
         order = torch.where(self.pinned, math.inf, self.priority)
         order[0] = math.inf
         order[self.block_in == 0] = -math.inf
         order[0] = math.inf
         keep = torch.argsort(order, descending=True, stable=True)[:slots].sort().values
         count = keep.shape[0]
+        self.version = next_version()
         lost = torch.ones(self.slots, dtype=torch.bool, device=self.device)
         lost[keep] = False
         self.slot_of[torch.where(lost, self.block_in, 0)] = 0

@@ -56,18 +56,26 @@ class CacheState:
     def fit(self, pool: BlockPool) -> None:
         """Give the pool the slots that its budget leaves beside digests and tables, or say what would do.
 
+        The least is scratch, what every layer keeps pinned, and one round of the widest layer.
+
         Raises:
             ValueError: not even the smallest pool that can take a step fits.
         """
-        if not pool.tiered:
-            return
         users = list(pool.users)
-        # At the first prompt layers join one after the other; count the ones to come, so that what can't work is
-        # refused before anything is stored and the pool is laid out once.
+        # The layers of a cache change one after the other; each counts the ones to come as large as itself, so that
+        # what can't work is refused before anything is stored or moved, and the pool is laid out once.
+        mine = {id(layer) for layer in self.live_layers()}
+        rows = max((user.batch for user in users if id(user) in mine), default=0)
+        columns = max((user.table.shape[2] for user in users if id(user) in mine), default=0)
+        sizes = [(user, rows, columns) if id(user) in mine else (user, user.batch, user.table.shape[2]) for user in users]
         scale = max(1.0, self.layers / len(users)) if self.devices == 1 else 1.0
-        other = int(sum(user.side_bytes() for user in users) * scale)
-        least = minimum_slots(users, self.config, scale)
-        most = least + int(sum(user.table.numel() for user in users) * scale)
+        other = pool.side = int(sum(user.side_bytes(*size) for user, *size in sizes) * scale)
+        if not pool.tiered:
+            pool.check_budget(pool.slots)
+            return
+        pinned = int(sum(user.pinned_blocks(batch) for user, batch, _ in sizes) * scale)
+        least = 1 + pinned + max(batch * user.heads * largest_round(user.config.round_blocks) for user, batch, _ in sizes)
+        most = least + int(sum(batch * user.heads * columns for user, batch, columns in sizes) * scale)
         slots = most if pool.budget is None else min(most, (pool.budget - other) // pool.block_bytes)
         if slots < least:
             raise ValueError(
@@ -84,9 +92,3 @@ class CacheState:
         warnings.warn("This PSACache hands out dense keys and values: attention is exact but not sparse. Patch the "
                       "model with hf_sparse.patch_model(model) before using the cache.", UserWarning, stacklevel=4)
 
-
-def minimum_slots(users, config: PSAConfig, scale: float = 1.0) -> int:
-    """Slots below which a step can't run: scratch, what every layer keeps pinned, and one round of the widest."""
-    pinned = int(sum(user.pinned_blocks() for user in users) * scale)
-    widest = max(user.batch * user.heads for user in users)
-    return 1 + pinned + widest * largest_round(config.round_blocks)

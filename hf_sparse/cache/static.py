@@ -38,19 +38,20 @@ class StaticStep:
         self.work: dict[tuple, DecodeWork] = {}             # by device and shape
         self.bounds: dict[torch.device, torch.Tensor] = {}
         self.desc: dict[torch.device, torch.Tensor] = {}    # [layers, FIELDS]
-        self.seen: list[tuple | None] = [None] * layers     # what each row describes
+        self.known: list[tuple] = [()] * layers             # versions of what each row describes
 
     def prepare(self, layers: list[PSALayer]) -> None:
         """Point the descriptors at these layers."""
         for layer in layers:
-            work = self._work(layer)
-            version = (id(layer.state), layer.version, layer.pool.kv.data_ptr(), work.width)
-            if self.seen[layer.order] == version:
+            # Versions are unique over all layers and pools, so equal ones mean equal addresses.
+            versions = (layer.version, layer.pool.version)
+            if versions == self.known[layer.order]:
                 continue
+            self.known[layer.order] = versions
+            work = self._work(layer)
             if layer.device not in self.desc:
                 self.desc[layer.device] = torch.zeros(self.layers, FIELDS, dtype=torch.int64, device=layer.device)
             self.desc[layer.device][layer.order] = torch.tensor(_describe(layer, work), dtype=torch.int64)
-            self.seen[layer.order] = version
 
     def _work(self, layer: PSALayer) -> DecodeWork:
         shape = _shape(layer)
@@ -59,7 +60,9 @@ class StaticStep:
         if layer.device not in self.bounds:
             self.bounds[layer.device] = bounds_flags(self.policy, layer.device)
         work = self.work[layer.device, shape]
-        work.reserve(layer.table.shape[2])
+        if work.reserve(layer.table.shape[2]):
+            # Every layer's row names these buffers.
+            self.known = [() if order != layer.order else row for order, row in enumerate(self.known)]
         return work
 
     def run(self, layer: PSALayer, query, key, value, sinks, scaling: float, softcap: float) -> torch.Tensor:

@@ -36,6 +36,7 @@ class WindowLayer(LayerProtocol):
 
     def _clear(self) -> None:
         self.length, self.batch, self.capacity = 0, 0, 0
+        self.oldest = 0                                     # first position that has not been overwritten
         self.ring_keys = self.ring_values = self.ring_valid = self.first = None
         self.pending: Pending | None = None
         self.is_initialized = False
@@ -119,6 +120,7 @@ class WindowLayer(LayerProtocol):
         self.ring_values[:, :, index] = pending.values[:, :, count - kept:]
         self.ring_valid[:, index] = valid[:, count - kept:]
         self.length = pending.start + count
+        self.oldest = max(self.oldest, self.length - self.capacity)
         pending.committed = True
         return everything
 
@@ -173,8 +175,7 @@ class WindowLayer(LayerProtocol):
 
     # -- padding that changes later -----------------------------------------------------------------------------------
     def _visible(self, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        low = max(0, self.length - self.capacity)
-        return valid[:, low:].to(self.device), self._indices(low, self.length)
+        return valid[:, self.oldest:].to(self.device), self._indices(self.oldest, self.length)
 
     def agrees(self, valid: torch.Tensor) -> bool:
         """Whether [B, T] says of the tokens in the ring what was said when they came. Synchronises."""
@@ -217,10 +218,11 @@ class WindowLayer(LayerProtocol):
         """Raise if tokens can't be taken back because older ones have left the ring."""
         count = self.to_remove(tokens)
         length = self.get_seq_length()
-        if self.is_initialized and count and length > self.capacity and count > self.capacity - self.window + 1:
+        kept, oldest = length - count, max(self.oldest, length - self.capacity)
+        if self.is_initialized and count and kept and kept - self._past(kept) < oldest:
             raise ValueError(
                 f"Layer {self.index} has a window of {self.window} tokens and can take back "
-                f"{self.capacity - self.window + 1} tokens, not {count}. Call cache.reset() and feed the shorter text "
+                f"{max(0, length - oldest - self.window + 1)} tokens, not {count}. Call cache.reset() and feed the shorter text "
                 "again, or call cache.activate_past_recording() before feeding the tokens that may be cropped. "
                 "Nothing was changed.")
 
@@ -228,6 +230,8 @@ class WindowLayer(LayerProtocol):
         self.check_crop(tokens)
         self._flush()
         self.length -= self.to_remove(tokens)
+        if self.length == 0:
+            self.oldest = 0
 
     def fork(self, state: CacheState) -> WindowLayer:
         self._flush()

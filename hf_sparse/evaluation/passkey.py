@@ -1,11 +1,12 @@
-"""Passkey: one number hidden in a long text (after Landmark Attention, arXiv 2305.16300)."""
+"""Passkey: one number, said twice, hidden in a long text (after Landmark Attention, arXiv 2305.16300)."""
 from __future__ import annotations
 
 import random
 
 from .samples import Haystack, Sample
 
-FACT = "The lighthouse keeper wrote that the secret number of the treasure chest is {key}."
+FACT = ("The secret number of the treasure chest is {key}. "
+        "Remember it: {key} is the secret number of the treasure chest.")
 QUESTION = "\n\nWhat is the secret number of the treasure chest? The secret number of the treasure chest is"
 
 

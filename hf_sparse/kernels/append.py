@@ -6,7 +6,6 @@ import triton.language as tl
 
 from . import descriptor as d
 
-LOG2E = tl.constexpr(1.4426950408889634)
 # Adding and subtracting it rounds fp32 to the nearest integer, ties to even, in the interpreter and on the GPU alike.
 ROUND = tl.constexpr(12582912.0)
 
@@ -24,10 +23,10 @@ def _fp16_range(x):
 @triton.jit
 def softcap_log2(s, softcap):
     """Base-2 logits -> base-2 logits of softcap * tanh(natural logit / softcap)."""
-    x = s / LOG2E / softcap
-    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    x = s * (0.6931471805599453 / softcap)
+    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t) * softcap * LOG2E
+    return tl.where(x < 0, -t, t) * (softcap * 1.4426950408889634)
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def append_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, so
     """One program a row and KV head.
 
     Q [B, Hq, D], K [B, H, D], V [B, H, DV] with strides; OF [B, H, GP, DVP], MF [B, H, GP]: output and log2 mass of
-    the always-read blocks.
+    the always-read blocks. `scale` includes log2(e).
     """
     pid = tl.program_id(0).to(tl.int64)
     b, h = pid // H, pid % H
@@ -134,7 +133,7 @@ def append_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, so
         k = tl.load(kv + (at + rt % P * D)[None, :] + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
         v = tl.load(kv + (at + P * D + rt % P * DV)[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
                     other=0.0)
-        s = tl.dot(qq, k, input_precision="ieee") * (scale * LOG2E)
+        s = tl.dot(qq, k, input_precision="ieee") * scale
         if CAP:
             s = softcap_log2(s, softcap)
         s = tl.where(seen[None, :], s, float("-inf"))

@@ -113,61 +113,68 @@ def attend_kernel(desc, Q, OF, MF, TOT, INFO, BOUNDS, ARRIVED, SINK_LOGITS, OUT,
         forced = tl.load(INFO + pid * 4 + 2)
         floor = tl.load(INFO + pid * 4 + 3)
         first = tl.load(MF + pid * GP + rg)
+        acc = tl.load(OF + pid * GP * DVP + rg[:, None] * DVP + rv[None, :])
+        live = rg < G
+        # The first tile of chunks is loaded at once and usually is all there is.
+        c = tl.arange(0, CT)
+        at, there = c[:, None] * GP + rg[None, :], (c < chunks)[:, None]
+        m0 = tl.load(part_mass + at, mask=there, other=float("-inf"))
+        e0 = tl.load(part_left + at, mask=there, other=0.0)
+        check0 = tl.load(BOUNDS + c, mask=c < chunks, other=0)
+        o0 = tl.load(part + c[:, None, None] * GP * DVP + rg[None, :, None] * DVP + rv[None, None, :],
+                     mask=there[:, :, None], other=0.0)
         # Everything below is relative to `big`, which nothing exceeds.
-        big = tl.maximum(total, _captured(first, sink, SINKS))
-        for low in range(0, chunks, CT):
+        big = tl.maximum(tl.maximum(total, _captured(first, sink, SINKS)), tl.max(m0, 0))
+        for low in range(CT, chunks, CT):
             c = low + tl.arange(0, CT)
             m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=(c < chunks)[:, None], other=float("-inf"))
             big = tl.maximum(big, tl.max(m, 0))
         base = tl.exp2(_captured(first, sink, SINKS) - big)
-        unread = tl.maximum(tl.exp2(total - big) - tl.exp2(first - big), 0.0)        # estimated, all candidates
-        live = rg < G
-        # Coverage with nothing but the always-read blocks.
-        if BY_ESTIMATE:
-            cover = 1.0 - unread / tl.exp2(total - big)
-        else:
-            cover = base / (base + unread)
+        whole = tl.exp2(total - big)
+        unread = tl.maximum(whole - tl.exp2(first - big), 0.0)                       # estimated, all candidates
         stop = chunks
         if not NEVER:
+            cover = 1.0 - unread / whole if BY_ESTIMATE else base / (base + unread)
             reached = tl.min(tl.where(live, cover, 1.0), 0) if GROUP_MIN else \
                 tl.sum(tl.where(live, cover, 0.0), 0) / G
             if (reached >= threshold) & (floor == 0):
                 stop = 0
-        gathered, estimated = tl.zeros([GP], tl.float32), tl.zeros([GP], tl.float32)
-        for low in range(0, chunks, CT):
-            if (stop == chunks) & (not NEVER):
+            gathered, known = tl.zeros([GP], tl.float32), tl.zeros([GP], tl.float32)
+            m, e, check = m0, e0, check0
+            for low in range(0, chunks, CT):
                 c = low + tl.arange(0, CT)
-                inside = c < chunks
-                m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=inside[:, None], other=float("-inf"))
-                e = tl.load(part_left + c[:, None] * GP + rg[None, :], mask=inside[:, None], other=0.0)
-                w = tl.exp2(m - big[None, :])
-                have = base[None, :] + gathered[None, :] + tl.cumsum(w, 0)
-                known = estimated[None, :] + tl.cumsum(e, 0)
-                left = tl.maximum(unread[None, :] - known * tl.exp2(total - big)[None, :], 0.0)
-                if BY_ESTIMATE:
-                    cover2 = 1.0 - left / tl.exp2(total - big)[None, :]
-                else:
-                    cover2 = have / (have + left)
-                at = tl.min(tl.where(live[None, :], cover2, 1.0), 1) if GROUP_MIN else \
-                    tl.sum(tl.where(live[None, :], cover2, 0.0), 1) / G
-                check = tl.load(BOUNDS + c, mask=inside, other=0) > 0
-                ok = inside & check & (at >= threshold) & ((c + 1) * CB >= floor)
-                stop = tl.min(tl.where(ok, c + 1, stop), 0)
-                gathered += tl.sum(w, 0)
-                estimated += tl.sum(e, 0)
+                if low > 0:
+                    there = (c < chunks)[:, None]
+                    m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=there, other=float("-inf"))
+                    e = tl.load(part_left + c[:, None] * GP + rg[None, :], mask=there, other=0.0)
+                    check = tl.load(BOUNDS + c, mask=c < chunks, other=0)
+                if stop == chunks:
+                    w = tl.exp2(m - big[None, :])
+                    have = base[None, :] + gathered[None, :] + tl.cumsum(w, 0)
+                    left = tl.maximum(unread[None, :] - (known[None, :] + tl.cumsum(e, 0)) * whole[None, :], 0.0)
+                    covers = 1.0 - left / whole[None, :] if BY_ESTIMATE else have / (have + left)
+                    at = tl.min(tl.where(live[None, :], covers, 1.0), 1) if GROUP_MIN else \
+                        tl.sum(tl.where(live[None, :], covers, 0.0), 1) / G
+                    ok = (c < chunks) & (check > 0) & (at >= threshold) & ((c + 1) * CB >= floor)
+                    stop = tl.min(tl.where(ok, c + 1, stop), 0)
+                    gathered += tl.sum(w, 0)
+                    known += tl.sum(e, 0)
 
-        acc = tl.load(OF + pid * GP * DVP + rg[:, None] * DVP + rv[None, :])
-        acc = acc * tl.exp2(first - big)[:, None]
         have = tl.exp2(first - big)
-        known = tl.zeros([GP], tl.float32)
-        for low in range(0, stop, CT):
+        acc = acc * have[:, None]
+        inside = (tl.arange(0, CT) < stop)[:, None]
+        w = tl.where(inside, tl.exp2(m0 - big[None, :]), 0.0)
+        acc += tl.sum(o0 * w[:, :, None], 0)
+        have += tl.sum(w, 0)
+        known = tl.sum(tl.where(inside, e0, 0.0), 0)
+        for low in range(CT, stop, CT):
             c = low + tl.arange(0, CT)
-            inside = c < stop
-            m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=inside[:, None], other=float("-inf"))
-            e = tl.load(part_left + c[:, None] * GP + rg[None, :], mask=inside[:, None], other=0.0)
+            there = (c < stop)[:, None]
+            m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=there, other=float("-inf"))
+            e = tl.load(part_left + c[:, None] * GP + rg[None, :], mask=there, other=0.0)
             w = tl.exp2(m - big[None, :])
             o = tl.load(part + c[:, None, None] * GP * DVP + rg[None, :, None] * DVP + rv[None, None, :],
-                        mask=inside[:, None, None], other=0.0)
+                        mask=there[:, :, None], other=0.0)
             acc += tl.sum(o * w[:, :, None], 0)
             have += tl.sum(w, 0)
             known += tl.sum(e, 0)
@@ -177,7 +184,7 @@ def attend_kernel(desc, Q, OF, MF, TOT, INFO, BOUNDS, ARRIVED, SINK_LOGITS, OUT,
         tl.store(OUT + (b * H + h) * G * DV + rg[:, None] * DV + rv[None, :], (acc / have[:, None]).to(TYPE),
                  mask=live[:, None] & (rv < DV)[None, :])
         # Statistics, and the row's new length once its last reader is here.
-        left = tl.maximum(unread - known * tl.exp2(total - big), 0.0)
+        left = tl.maximum(unread - known * whole, 0.0)
         cover = tl.sum(tl.where(live, have / (have + left), 0.0), 0) / G
         counters = tl.load(desc + d.COUNTERS).to(tl.pointer_type(tl.float64))
         read = forced + tl.minimum(stop * CB, planned)

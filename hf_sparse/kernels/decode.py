@@ -114,16 +114,20 @@ class Tuning:
     """Launch parameters, by measurement (benchmarks/kernels.py --sweep)."""
 
     append_warps: int = 4
-    append_tile: int = 128
+    append_tile: int = 32
+    append_stages: int = 1
     score_waves: int = 32           # programs of the ranking kernel for each processor
     score_warps: int = 1
-    score_columns: int = 16
+    score_columns: int = 8
+    score_stages: int = 1
     select_tile: int = 4096
     select_warps: int = 16
-    chunk_blocks: int = 8
-    attend_tile: int = 128
+    chunk_blocks: int = 4
+    attend_tile: int = 64
     attend_warps: int = 4
-    attend_waves: int = 1
+    attend_waves: int = 2
+    attend_stages: int = 1
+    merge_tile: int = 32            # chunks merged at once
     parallel: bool = True           # append beside the ranking, on a second stream
 
 
@@ -167,16 +171,16 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
     def append():
         append_kernel[(rows,)](
             desc, query, key, value, work.forced, work.forced_mass, query.stride(0), query.stride(1), key.stride(0),
-            key.stride(1), value.stride(0), value.stride(1), scaling, softcap, **common, D=D, DP=DP, DV=DV, DVP=DVP,
+            key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, **common, D=D, DP=DP, DV=DV, DVP=DVP,
             P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=tail, R4=R4, R4P=R4P, R2=R2,
             R2P=R2P, TT=max(P, min(tune.append_tile, 16384 // DP)), TYPE=TYPES[shape.dtype], CAP=cap,
-            num_warps=tune.append_warps)
+            num_warps=tune.append_warps, num_stages=tune.append_stages)
 
     def score():
         score_kernel[(rows, per_row(tune.score_waves) if on_gpu else 2)](
             desc, query, query.stride(0), query.stride(1), log2_scale, softcap, **common, D=D, P=P, UB=UB, R4=R4,
             R4P=max(R4P, 32) if on_gpu else R4P, R2=R2, RA=RA, RB=RB, N=max(tune.score_columns, GP), PTX=on_gpu,
-            CAP=cap, num_warps=tune.score_warps)
+            CAP=cap, num_warps=tune.score_warps, num_stages=tune.score_stages)
 
     if on_gpu and tune.parallel:
         # Ranking looks at older tokens only, so it need not wait for the new one.
@@ -194,18 +198,18 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
         desc, work.forced_mass, work.total, work.info, policy.threshold, 0.5 * (1.0 - policy.threshold),
         policy.max_blocks, policy.min_blocks, policy.min_context, policy.top_share, **common, P=P, UB=UB,
         SINK=policy.sink_blocks, RECENT=policy.recent_blocks, NEVER=policy.never,
-        TILE=tune.select_tile if on_gpu else 64, TI=64 if on_gpu else 16, TJ=128 if on_gpu else 16, OCTAVES=OCTAVES,
-        num_warps=tune.select_warps)
+        TILE=tune.select_tile if on_gpu else 64, TI=128 if on_gpu else 16, TJ=128 if on_gpu else 16, OCTAVES=OCTAVES,
+        num_warps=tune.select_warps, num_stages=1)
 
     out = torch.empty(B, 1, H * G, DV, dtype=query.dtype, device=query.device)
-    CT = max(1, min(16, 8192 // (GP * DVP)))
+    CT = max(1, min(tune.merge_tile, 16384 // (GP * DVP)))
     attend_kernel[(rows, per_row(tune.attend_waves))](
         desc, query, work.forced, work.forced_mass, work.total, work.info, bounds, work.arrived,
         sinks if sinks is not None else work.total, out, query.stride(0), query.stride(1), log2_scale, softcap,
         policy.threshold, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, CT=CT,
         TT=max(P, min(tune.attend_tile, CB * P, 16384 // DP)), TYPE=TYPES[shape.dtype], CAP=cap,
         SINKS=sinks is not None, NEVER=policy.never, BY_ESTIMATE=policy.by_estimate, GROUP_MIN=policy.group_min,
-        num_warps=tune.attend_warps)
+        num_warps=tune.attend_warps, num_stages=tune.attend_stages)
     return out
 
 

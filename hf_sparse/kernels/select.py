@@ -1,7 +1,7 @@
 """Select kernel: which blocks to read, in which order, without sorting all of them.
 
-A search over the bits of the shares, sixteen thresholds at a time, finds the share above which enough mass (or the
-budget) is gathered. Only the blocks above are ranked exactly, against each other.
+Two histograms of the shares' bits, 256 bins each and the second inside one bin of the first, say above which share enough
+mass (or the budget) is gathered. Only the blocks above are ranked exactly, against each other.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import descriptor as d
 
-# The search covers this many octaves below the largest share, in 16^3 steps: 0.4% wide.
+# The first histogram covers this many octaves below the largest share in bins of an eighth, the second in 1/2048.
 OCTAVES = 24
 
 
@@ -72,29 +72,39 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     tl.debug_barrier()
     # Find the highest threshold, as bits, above which there is enough.
     need = everything - (1.0 - threshold - slack)
-    high = largest.to(tl.int32, bitcast=True) + 1
-    low_bits = tl.maximum(high - (OCTAVES << 23), 1)
-    step = (high - low_bits + 4095) // 4096 * 256
-    cut = low_bits
-    rk = tl.arange(0, 16)
-    for level in tl.static_range(3):
-        level_cuts = cut + rk * step
-        mass = tl.zeros([16], tl.float32)
-        above = tl.zeros([16], tl.int32)
+    bottom = tl.maximum(largest.to(tl.int32, bitcast=True) + 1 - (OCTAVES << 23), 1)
+    rb = tl.arange(0, 256)
+    counts = tl.zeros([256], tl.int32)
+    for low in range(SINK, start, TILE):
+        n = low + rt
+        bits = tl.load(share + n, mask=n < start, other=0.0).to(tl.int32, bitcast=True) - bottom
+        counts += tl.histogram(tl.maximum(bits, 0) >> 20, 256, mask=bits >= 0)
+    middle = (bottom + (rb << 20) + (1 << 19)).to(tl.float32, bitcast=True)
+    middle = tl.where(counts > 0, counts * middle, 0.0)
+    mass = tl.cumsum(middle, 0, reverse=True)
+    above = tl.cumsum(counts, 0, reverse=True)
+    by_mass = (mass >= need) & (above >= floor) & (short == 0)
+    enough = (above >= count) | (by_mass & (not NEVER))
+    best = tl.max(tl.where(enough, rb, -1), 0)
+    if best >= 0:
+        inside = rb == best
+        mass_before = tl.sum(tl.where(inside, mass - middle, 0.0), 0)
+        above_before = tl.sum(tl.where(inside, above - counts, 0), 0)
+        edge = bottom + (best << 20)
+        counts = tl.zeros([256], tl.int32)
         for low in range(SINK, start, TILE):
             n = low + rt
-            s = tl.load(share + n, mask=n < start, other=0.0)
-            over = (n < start)[None, :] & (s.to(tl.int32, bitcast=True)[None, :] >= level_cuts[:, None])
-            mass += tl.sum(tl.where(over, s[None, :], 0.0), 1)
-            above += tl.sum(over.to(tl.int32), 1)
-        if NEVER:
-            enough = above >= count
-        else:
-            enough = ((mass >= need) & (above >= floor) & (short == 0)) | (above >= count)
-        # `enough` holds up to some threshold and not beyond; none of them: everything is needed.
-        best = tl.max(tl.where(enough, rk, -1), 0)
-        cut = tl.where(best >= 0, cut + best * step, tl.where(level == 0, 0, cut))
-        step = tl.where(best >= 0, step // 16, 0)
+            bits = tl.load(share + n, mask=n < start, other=0.0).to(tl.int32, bitcast=True) - edge
+            in_bin = (bits >= 0) & (bits < (1 << 20))
+            counts += tl.histogram(tl.where(in_bin, bits, 0) >> 12, 256, mask=in_bin)
+        middle = (edge + (rb << 12) + (1 << 11)).to(tl.float32, bitcast=True)
+        mass = mass_before + tl.cumsum(counts * middle, 0, reverse=True)
+        above = above_before + tl.cumsum(counts, 0, reverse=True)
+        by_mass = (mass >= need) & (above >= floor) & (short == 0)
+        enough = (above >= count) | (by_mass & (not NEVER))
+        cut = edge + (tl.maximum(tl.max(tl.where(enough, rb, -1), 0), 0) << 12)
+    else:
+        cut = 0                                             # all of them are not enough
 
     found = 0
     for low in range(SINK, start, TILE):
@@ -106,17 +116,20 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
         found += tl.sum(keep.to(tl.int32), 0)
     tl.debug_barrier()
     ri, rj = tl.arange(0, TI), tl.arange(0, TJ)
+    in_order = (found <= count) & (short | NEVER)           # all are read, so their order says nothing
     for low in range(0, found, TI):
         i = low + ri
         ni = tl.load(listed + i, mask=i < found, other=0)
-        si = tl.load(share + ni, mask=i < found, other=-1.0)
-        rank = tl.zeros([TI], tl.int32)
-        for other in range(0, found, TJ):
-            j = other + rj
-            nj = tl.load(listed + j, mask=j < found, other=0)
-            sj = tl.load(share + nj, mask=j < found, other=-1.0)
-            before = (sj[None, :] > si[:, None]) | ((sj[None, :] == si[:, None]) & (j[None, :] < i[:, None]))
-            rank += tl.sum((before & (j < found)[None, :]).to(tl.int32), 1)
+        rank = i
+        if not in_order:
+            si = tl.load(share + ni, mask=i < found, other=-1.0)
+            rank = tl.zeros([TI], tl.int32)
+            for other in range(0, found, TJ):
+                j = other + rj
+                nj = tl.load(listed + j, mask=j < found, other=0)
+                sj = tl.load(share + nj, mask=j < found, other=-1.0)
+                before = (sj[None, :] > si[:, None]) | ((sj[None, :] == si[:, None]) & (j[None, :] < i[:, None]))
+                rank += tl.sum((before & (j < found)[None, :]).to(tl.int32), 1)
         tl.store(ranked + rank, ni, mask=(i < found) & (rank < count))
     info = INFO + pid * 4
     tl.store(info, tl.minimum(found, count))
