@@ -110,8 +110,9 @@ def kernel_times(chain) -> dict[str, float]:
 
 
 SWEEPS = {
-    "score_kernel": [dict(score_columns=c, score_waves=w, score_stages=n)
-                     for c, w, n in ((8, 16, 1), (8, 32, 1), (8, 62, 1), (8, 16, 2), (16, 32, 1), (4, 32, 1))],
+    "score_kernel": [dict(score_columns=c, score_waves=w, score_registers=r)
+                     for c, w, r in ((8, 12, None), (8, 62, None), (8, 16, 128), (8, 62, 128), (8, 20, 96), (16, 12, None),
+                                     (4, 12, None))],
     "select_kernel": [dict(select_tile=t, select_warps=w)
                       for t, w in ((4096, 32), (4096, 16), (4096, 8), (2048, 16), (2048, 8), (1024, 8))],
     "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c, attend_stages=n, merge_tile=m)

@@ -42,7 +42,7 @@ def directory(tmp_path_factory):
 
 def run_example(arguments: list[str]) -> list[dict]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(arguments, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -85,10 +85,10 @@ def append_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, so
     pid = tl.program_id(0).to(tl.int64)
     b, h = pid // H, pid % H
     U: tl.constexpr = P * UB
-    lengths = tl.load(desc + d.LENGTHS).to(tl.pointer_type(tl.int64))
+    lengths = d.address(desc, d.LENGTHS, tl.int64)
     length = tl.load(lengths + b)
-    row = tl.load(desc + d.TABLE).to(tl.pointer_type(tl.int64)) + pid * tl.load(desc + d.COLUMNS)
-    kv = tl.multiple_of(tl.load(desc + d.KV), 16).to(tl.pointer_type(TYPE))
+    row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
+    kv = d.address(desc, d.KV, TYPE)
     element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
 
     # Store the token.
@@ -102,15 +102,15 @@ def append_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, so
     new = length + 1
 
     # Finish the digest of a unit that this token closes.
-    centre = tl.load(desc + d.CENTRE).to(tl.pointer_type(tl.float32)) + pid * D
-    order = tl.load(desc + d.ORDER).to(tl.pointer_type(tl.int16)) + pid * D
+    centre = d.address(desc, d.CENTRE, tl.float32) + pid * D
+    order = d.address(desc, d.ORDER, tl.int16) + pid * D
     if new % U == 0:
         unit = new // U - 1
         at = pid * tl.load(desc + d.UNITS) + unit
-        minimum = tl.load(desc + d.MINIMUM).to(tl.pointer_type(tl.float16)) + at * (R4 + R2)
-        steps = tl.load(desc + d.SCALE).to(tl.pointer_type(tl.float16)) + at * (R4 + R2)
-        high = tl.load(desc + d.HIGH).to(tl.pointer_type(tl.uint8)) + at * (U // 2 * R4)
-        low = tl.load(desc + d.LOW).to(tl.pointer_type(tl.uint8)) + at * (U // 4 * R2)
+        minimum = d.address(desc, d.MINIMUM, tl.float16) + at * (R4 + R2)
+        steps = d.address(desc, d.SCALE, tl.float16) + at * (R4 + R2)
+        high = d.address(desc, d.HIGH, tl.uint8) + at * (U // 2 * R4)
+        low = d.address(desc, d.LOW, tl.uint8) + at * (U // 4 * R2)
         _encode_part(kv, row, centre, order, unit, high, minimum, steps, 0, R4, R4P, 4, element, P, D, U, SINK)
         _encode_part(kv, row, centre, order, unit, low, minimum, steps, R4, R2, R2P, 2, element, P, D, U, SINK)
 

@@ -85,17 +85,17 @@ def attend_kernel(desc, Q, OF, MF, TOT, INFO, BOUNDS, ARRIVED, SINK_LOGITS, OUT,
     chunks = (planned + CB - 1) // CB
     stripes = tl.num_programs(1)
     capacity = tl.load(desc + d.CHUNKS)
-    part = tl.load(desc + d.PART).to(tl.pointer_type(tl.float32)) + pid * capacity * GP * DVP
-    part_mass = tl.load(desc + d.PART_MASS).to(tl.pointer_type(tl.float32)) + pid * capacity * GP
-    part_left = tl.load(desc + d.PART_LEFT).to(tl.pointer_type(tl.float32)) + pid * capacity * GP
+    part = d.address(desc, d.PART, tl.float32) + pid * capacity * GP * DVP
+    part_mass = d.address(desc, d.PART_MASS, tl.float32) + pid * capacity * GP
+    part_left = d.address(desc, d.PART_LEFT, tl.float32) + pid * capacity * GP
     total = tl.load(TOT + pid * GP + rg)
     if tl.program_id(1) < chunks:
-        width = tl.load(desc + d.WIDTH)
-        kv = tl.multiple_of(tl.load(desc + d.KV), 16).to(tl.pointer_type(TYPE))
+        width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
+        kv = d.address(desc, d.KV, TYPE)
         element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
-        row = tl.load(desc + d.TABLE).to(tl.pointer_type(tl.int64)) + pid * tl.load(desc + d.COLUMNS)
-        ranked = tl.load(desc + d.RANKED).to(tl.pointer_type(tl.int64)) + pid * 2 * width
-        estimate = tl.load(desc + d.ESTIMATE).to(tl.pointer_type(tl.float32)) + pid * GP * width
+        row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
+        ranked = d.address(desc, d.RANKED, tl.int64) + pid * 2 * width
+        estimate = d.address(desc, d.ESTIMATE, tl.float32) + pid * GP * width
         qq = tl.load(Q + b * q_b + (h * G + rq)[:, None] * q_h + rd[None, :],
                      mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
         for chunk in range(tl.program_id(1), chunks, stripes):
@@ -153,9 +153,9 @@ def attend_kernel(desc, Q, OF, MF, TOT, INFO, BOUNDS, ARRIVED, SINK_LOGITS, OUT,
                     have = base[None, :] + gathered[None, :] + tl.cumsum(w, 0)
                     left = tl.maximum(unread[None, :] - (known[None, :] + tl.cumsum(e, 0)) * whole[None, :], 0.0)
                     covers = 1.0 - left / whole[None, :] if BY_ESTIMATE else have / (have + left)
-                    at = tl.min(tl.where(live[None, :], covers, 1.0), 1) if GROUP_MIN else \
+                    reach = tl.min(tl.where(live[None, :], covers, 1.0), 1) if GROUP_MIN else \
                         tl.sum(tl.where(live[None, :], covers, 0.0), 1) / G
-                    ok = (c < chunks) & (check > 0) & (at >= threshold) & ((c + 1) * CB >= floor)
+                    ok = (c < chunks) & (check > 0) & (reach >= threshold) & ((c + 1) * CB >= floor)
                     stop = tl.min(tl.where(ok, c + 1, stop), 0)
                     gathered += tl.sum(w, 0)
                     known += tl.sum(e, 0)
@@ -186,14 +186,14 @@ def attend_kernel(desc, Q, OF, MF, TOT, INFO, BOUNDS, ARRIVED, SINK_LOGITS, OUT,
         # Statistics, and the row's new length once its last reader is here.
         left = tl.maximum(unread - known * whole, 0.0)
         cover = tl.sum(tl.where(live, have / (have + left), 0.0), 0) / G
-        counters = tl.load(desc + d.COUNTERS).to(tl.pointer_type(tl.float64))
+        counters = d.address(desc, d.COUNTERS, tl.float64)
         read = forced + tl.minimum(stop * CB, planned)
         tl.atomic_add(counters, read.to(tl.float64))
         tl.atomic_add(counters + 1, (forced + candidates).to(tl.float64))
         tl.atomic_add(counters + 2, cover.to(tl.float64))
         tl.atomic_add(counters + 3, 1.0)
-        captured = tl.load(desc + d.CAPTURED).to(tl.pointer_type(tl.float32))
+        captured = d.address(desc, d.CAPTURED, tl.float32)
         tl.store(captured + pid * GP + rg, (big + tl.log2(mass)) * 0.6931471805599453)
         if h == 0:
-            lengths = tl.load(desc + d.LENGTHS).to(tl.pointer_type(tl.int64))
+            lengths = d.address(desc, d.LENGTHS, tl.int64)
             tl.store(lengths + b, tl.load(lengths + b) + 1)

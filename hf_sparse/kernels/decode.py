@@ -120,6 +120,7 @@ class Tuning:
     score_warps: int = 1
     score_columns: int = 8
     score_stages: int = 1
+    score_registers: int | None = None
     select_tile: int = 4096
     select_warps: int = 16
     chunk_blocks: int = 4
@@ -180,7 +181,8 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
         score_kernel[(rows, per_row(tune.score_waves) if on_gpu else 2)](
             desc, query, query.stride(0), query.stride(1), log2_scale, softcap, **common, D=D, P=P, UB=UB, R4=R4,
             R4P=max(R4P, 32) if on_gpu else R4P, R2=R2, RA=RA, RB=RB, N=max(tune.score_columns, GP), PTX=on_gpu,
-            CAP=cap, num_warps=tune.score_warps, num_stages=tune.score_stages)
+            CAP=cap, num_warps=tune.score_warps, num_stages=tune.score_stages,
+            **({"maxnreg": tune.score_registers} if tune.score_registers and on_gpu else {}))
 
     if on_gpu and tune.parallel:
         # Ranking looks at older tokens only, so it need not wait for the new one.

@@ -6,6 +6,7 @@ everything else; growing a buffer or changing the cache rewrites these numbers a
 """
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 # Fields of a layer's row. Addresses first, then sizes.
@@ -32,3 +33,9 @@ WIDTH = tl.constexpr(19)            # W, blocks in the work buffers
 CHUNKS = tl.constexpr(20)           # C
 CAPTURED = tl.constexpr(21)         # fp32 [B, H, GP] captured log mass of the last step (natural)
 FIELDS = 24
+
+
+@triton.jit
+def address(desc, FIELD: tl.constexpr, TYPE: tl.constexpr):
+    """The buffer in a field. Buffers start at multiples of 16 bytes; loads are wide only if the compiler knows."""
+    return tl.multiple_of(tl.load(desc + FIELD).to(tl.pointer_type(TYPE)), 16)

@@ -97,18 +97,18 @@ def score_kernel(desc, Q, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.const
     U: tl.constexpr = P * UB
     ROWS: tl.constexpr = U // 4
     R: tl.constexpr = R4 + R2
-    lengths = tl.load(desc + d.LENGTHS).to(tl.pointer_type(tl.int64))
+    lengths = d.address(desc, d.LENGTHS, tl.int64)
     units = (tl.load(lengths + pid // H) // U).to(tl.int32)
     if tl.program_id(1) < units:
         capacity = tl.load(desc + d.UNITS)
-        width = tl.load(desc + d.WIDTH)
-        estimate = tl.load(desc + d.ESTIMATE).to(tl.pointer_type(tl.float32)) + pid * GP * width
-        minimum = tl.multiple_of(tl.load(desc + d.MINIMUM), 16).to(tl.pointer_type(tl.float16)) + pid * capacity * R
-        steps = tl.multiple_of(tl.load(desc + d.SCALE), 16).to(tl.pointer_type(tl.float16)) + pid * capacity * R
-        high = tl.multiple_of(tl.load(desc + d.HIGH), 16).to(tl.pointer_type(tl.int8)) + pid * capacity * (U // 2 * R4)
-        low = tl.multiple_of(tl.load(desc + d.LOW), 16).to(tl.pointer_type(tl.int8)) + pid * capacity * (U // 4 * R2)
-        order = tl.load(desc + d.ORDER).to(tl.pointer_type(tl.int16)) + pid * D
-        centre = tl.load(desc + d.CENTRE).to(tl.pointer_type(tl.float32)) + pid * D
+        width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
+        estimate = d.address(desc, d.ESTIMATE, tl.float32) + pid * GP * width
+        minimum = d.address(desc, d.MINIMUM, tl.float16) + pid * capacity * R
+        steps = d.address(desc, d.SCALE, tl.float16) + pid * capacity * R
+        high = d.address(desc, d.HIGH, tl.int8) + pid * capacity * (U // 2 * R4)
+        low = d.address(desc, d.LOW, tl.int8) + pid * capacity * (U // 4 * R2)
+        order = d.address(desc, d.ORDER, tl.int16) + pid * D
+        centre = d.address(desc, d.CENTRE, tl.float32) + pid * D
 
         # The query in channel order, head g at column g * (N / GP), the other columns zero.
         rn = tl.arange(0, N)

@@ -27,7 +27,7 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     """
     pid = tl.program_id(0).to(tl.int64)
     U: tl.constexpr = P * UB
-    lengths = tl.load(desc + d.LENGTHS).to(tl.pointer_type(tl.int64))
+    lengths = d.address(desc, d.LENGTHS, tl.int64)
     length = tl.load(lengths + pid // H)
     new = length + 1
     start = tl.maximum(tl.minimum(length // U * UB, length // P - RECENT), SINK).to(tl.int32)
@@ -41,18 +41,18 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     count = tl.where(short, candidates, count)
     floor = tl.where(short, candidates, tl.minimum(tl.maximum(min_blocks - forced, 0), count))
 
-    width = tl.load(desc + d.WIDTH)
-    estimate = tl.load(desc + d.ESTIMATE).to(tl.pointer_type(tl.float32)) + pid * GP * width
-    share = tl.load(desc + d.SHARE).to(tl.pointer_type(tl.float32)) + pid * width
-    ranked = tl.load(desc + d.RANKED).to(tl.pointer_type(tl.int64)) + pid * 2 * width
+    width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
+    estimate = d.address(desc, d.ESTIMATE, tl.float32) + pid * GP * width
+    share = d.address(desc, d.SHARE, tl.float32) + pid * width
+    ranked = d.address(desc, d.RANKED, tl.int64) + pid * 2 * width
     listed = ranked + width
     rg, rt = tl.arange(0, GP), tl.arange(0, TILE)
 
     top = tl.load(MF + pid * GP + rg)
     total = tl.full([GP], 1.0, tl.float32)
-    for low in range(SINK, start, TILE):
+    for low in range(0, start, TILE):
         n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :], other=float("-inf"))
         peak = tl.maximum(top, tl.max(e, 1))
         total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(e - peak[:, None]), 1)
         top = peak
@@ -62,11 +62,11 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     live = (rg < G)[:, None]
     largest = 0.0
     everything = 0.0
-    for low in range(SINK, start, TILE):
+    for low in range(0, start, TILE):
         n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :], other=float("-inf"))
         s = tl.sum(tl.where(live, tl.exp2(e - total[:, None]), 0.0), 0) / G
-        tl.store(share + n, s, mask=n < start)
+        tl.store(share + n, s, mask=n < width)
         largest = tl.maximum(largest, tl.max(s, 0))
         everything += tl.sum(s, 0)
     tl.debug_barrier()
@@ -75,9 +75,9 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     bottom = tl.maximum(largest.to(tl.int32, bitcast=True) + 1 - (OCTAVES << 23), 1)
     rb = tl.arange(0, 256)
     counts = tl.zeros([256], tl.int32)
-    for low in range(SINK, start, TILE):
+    for low in range(0, start, TILE):
         n = low + rt
-        bits = tl.load(share + n, mask=n < start, other=0.0).to(tl.int32, bitcast=True) - bottom
+        bits = tl.load(share + n, mask=n < width, other=0.0).to(tl.int32, bitcast=True) - bottom
         counts += tl.histogram(tl.maximum(bits, 0) >> 20, 256, mask=bits >= 0)
     middle = (bottom + (rb << 20) + (1 << 19)).to(tl.float32, bitcast=True)
     middle = tl.where(counts > 0, counts * middle, 0.0)
@@ -92,9 +92,9 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
         above_before = tl.sum(tl.where(inside, above - counts, 0), 0)
         edge = bottom + (best << 20)
         counts = tl.zeros([256], tl.int32)
-        for low in range(SINK, start, TILE):
+        for low in range(0, start, TILE):
             n = low + rt
-            bits = tl.load(share + n, mask=n < start, other=0.0).to(tl.int32, bitcast=True) - edge
+            bits = tl.load(share + n, mask=n < width, other=0.0).to(tl.int32, bitcast=True) - edge
             in_bin = (bits >= 0) & (bits < (1 << 20))
             counts += tl.histogram(tl.where(in_bin, bits, 0) >> 12, 256, mask=in_bin)
         middle = (edge + (rb << 12) + (1 << 11)).to(tl.float32, bitcast=True)
@@ -107,10 +107,10 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
         cut = 0                                             # all of them are not enough
 
     found = 0
-    for low in range(SINK, start, TILE):
+    for low in range(0, start, TILE):
         n = low + rt
         s = tl.load(share + n, mask=n < start, other=0.0)
-        keep = (n < start) & (s.to(tl.int32, bitcast=True) >= cut)
+        keep = (n >= SINK) & (n < start) & (s.to(tl.int32, bitcast=True) >= cut)
         place = found + tl.cumsum(keep.to(tl.int32), 0) - 1
         tl.store(listed + place, n.to(tl.int64), mask=keep)
         found += tl.sum(keep.to(tl.int32), 0)

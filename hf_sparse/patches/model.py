@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 import warnings
 from dataclasses import dataclass, field
@@ -50,9 +51,10 @@ def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides
     """
     config = PSAConfig.build(config, **overrides)
     target = _base(model)
+    verdict = _check(target)
+    sparse = _has_full_attention(target, config)            # builds a cache: what it refuses is refused before any change
     if getattr(target, _STATE, None) is not None:
         unpatch_model(target)
-    verdict = _check(target)
     register()
     implementations = _implementations(target)
     text = "text_config" in getattr(target.config, "sub_configs", {})
@@ -65,7 +67,7 @@ def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides
     if verdict.kind == "dense":
         warnings.warn(f"{type(target).__name__} will be exact but not sparse: {'; '.join(verdict.reasons)}.",
                       UserWarning, stacklevel=2)
-    elif not _has_full_attention(target, config):
+    elif not sparse:
         warnings.warn(f"{type(target).__name__} has no full-attention layer, so there is nothing to make sparse.",
                       UserWarning, stacklevel=2)
     hook = target.register_forward_pre_hook(_check_call, with_kwargs=True)
@@ -194,6 +196,9 @@ def _check(model) -> support.Support:
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder model; hf_sparse serves decoder-only "
                                   "models. Use it unpatched.")
+    if not set(CACHE_NAMES) & set(inspect.signature(type(model).forward).parameters):
+        raise NotImplementedError(f"{type(model).__name__} can't be patched: its forward takes no {CACHE_ARGUMENT}, so "
+                                  "it keeps no keys and values that a cache could hold. Use it unpatched.")
     verdict = support.check(model)
     if verdict.kind == "refused":
         raise NotImplementedError(f"{type(model).__name__} can't be patched: {'; '.join(verdict.reasons)}. Use it "

@@ -12,25 +12,25 @@ import torch
 from tests import references
 from tests.cache.drive import Text, decode, feed
 
-P = 4
-UNIT = {"channel_codes": 128 // P}
+# Tokens that channel codes encode together, whatever the block size.
+UNIT = 128
 
 
 def pad_flags(pads, length):
     return torch.arange(length) >= torch.tensor(pads)[:, None] if any(pads) else None
 
 
-def estimator(digest, bits, row_keys, row_queries, first_length, softcap):
+def estimator(digest, bits, row_keys, row_queries, first_length, P, sink_blocks, softcap):
     """estimates(query, keys) of one row and KV head; what is calibrated at the first decode step is fixed here."""
     if digest == "channel_codes":
-        codes = references.ChannelCodes(row_keys[:first_length], row_queries[:first_length][-256:], P)
+        codes = references.ChannelCodes(row_keys[:first_length], row_queries[:first_length][-256:], P * sink_blocks)
         return lambda query, keys: codes.masses(query, keys, P, softcap)
     if digest == "key_bits":
         return lambda query, keys: references.key_bits_masses(query, keys[: len(keys) // P * P], P, bits, softcap)
     return lambda query, keys: references.digest_masses(digest, query, keys[: len(keys) // P * P], P, softcap)
 
 
-def expected(text, prompt, end, pads, digest="channel_codes", key_bits=2, softcap=0.0, sinks=None, **settings):
+def expected(text, prompt, end, pads, digest="channel_codes", key_bits=2, block_size=4, softcap=0.0, sinks=None, **settings):
     """Outputs [layers, B, steps, Hq, Dv] and a list of `references.sparse_step` results per layer."""
     outputs, results = [], []
     for layer in range(text.layers):
@@ -41,13 +41,14 @@ def expected(text, prompt, end, pads, digest="channel_codes", key_bits=2, softca
                 group = slice(h * text.group, (h + 1) * text.group)
                 queries = text.queries[layer][b, group, pad:].transpose(0, 1)
                 keys, values = text.keys[layer][b, h, pad:], text.values[layer][b, h, pad:]
-                estimates = estimator(digest, key_bits, keys, queries, prompt + 1 - pad, softcap)
+                estimates = estimator(digest, key_bits, keys, queries, prompt + 1 - pad, block_size, settings.get("sink_blocks", 1), softcap)
                 steps = []
                 for position in range(prompt - pad, end - pad):
-                    query = queries[position] * text.scaling
+                    query = queries[position].float() * text.scaling
                     seen = keys[: position + 1]
                     steps.append(references.sparse_step(
-                        query, seen, values[: position + 1], estimates(query, seen), block_size=P, unit_blocks=UNIT.get(digest, 1),
+                        query, seen, values[: position + 1], estimates(query, seen), block_size=block_size,
+                        unit_blocks=UNIT // block_size if digest == "channel_codes" else 1,
                         longest=position + 1 + pad, softcap=softcap,
                         sinks=None if sinks is None else sinks[group], **settings))  # fmt: skip
                 heads.append(torch.stack([step["output"] for step in steps]))
@@ -62,23 +63,23 @@ def expected(text, prompt, end, pads, digest="channel_codes", key_bits=2, softca
 NAMES = {"stop_rule": "rule", "stop_window": "window"}
 
 
-def check(text, prompt, end, pads=None, softcap=0.0, sinks=None, **settings):
+def check(text, prompt, end, pads=None, softcap=0.0, sinks=None, block_size=4, rtol=2e-4, atol=2e-5, **settings):
     """Decode prompt..end and compare everything; returns the cache's statistics."""
     pads = pads or [0] * text.rows
     valid = pad_flags(pads, end)
-    cache = text.cache(verify=True, **settings)
+    cache = text.cache(verify=True, block_size=block_size, **settings)
     feed(cache, text, 0, prompt, None if valid is None else valid[:, :prompt], softcap=softcap, sinks=sinks)
     output = decode(cache, text, prompt, end, softcap=softcap, sinks=sinks)
-    want, results = expected(text, prompt, end, pads, softcap=softcap, sinks=sinks,
+    want, results = expected(text, prompt, end, pads, block_size=block_size, softcap=softcap, sinks=sinks,
                              **{NAMES.get(name, name): value for name, value in settings.items()})  # fmt: skip
-    torch.testing.assert_close(output.double(), want, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(output.double(), want, rtol=rtol, atol=atol)
     stats = cache.stats()
     steps = end - prompt
     for layer, found in zip(stats["layers"], results):
         flat = [step for head in found for step in head]
         assert layer["sparse_steps"] == layer["steps"] == steps
         assert layer["blocks_read"] == sum(step["read"] for step in flat)
-        held = sum(-(-(position + 1 - pad) // P) for pad in pads for position in range(prompt, end)) * text.heads
+        held = sum(-(-(position + 1 - pad) // block_size) for pad in pads for position in range(prompt, end)) * text.heads
         assert layer["blocks_held"] == held
         last = torch.stack([head[-1]["mass"] for head in found]).view(text.rows, -1)
         torch.testing.assert_close(torch.tensor(layer["captured_log_mass"], dtype=torch.float64), last, rtol=1e-4, atol=1e-4)
