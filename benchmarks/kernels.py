@@ -111,10 +111,9 @@ def kernel_times(chain) -> dict[str, float]:
 
 SWEEPS = {
     "score_kernel": [dict(score_columns=c, score_waves=w, score_registers=r)
-                     for c, w, r in ((8, 12, None), (8, 62, None), (8, 16, 128), (8, 62, 128), (8, 20, 96), (16, 12, None),
-                                     (4, 12, None))],
+                     for c, w, r in ((4, 16, 128), (4, 12, None), (8, 16, 128), (4, 20, 96), (4, 32, 128))],
     "select_kernel": [dict(select_tile=t, select_warps=w)
-                      for t, w in ((4096, 32), (4096, 16), (4096, 8), (2048, 16), (2048, 8), (1024, 8))],
+                      for t, w in ((4096, 16), (4096, 32), (2048, 16), (1024, 8), (1024, 4))],
     "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c, attend_stages=n, merge_tile=m)
                       for t, w, v, c, n, m in ((64, 4, 2, 4, 1, 32), (64, 8, 2, 4, 1, 32), (128, 8, 2, 4, 1, 32),
                                                (64, 4, 2, 4, 2, 32), (128, 8, 1, 8, 1, 16), (64, 4, 1, 8, 1, 16),

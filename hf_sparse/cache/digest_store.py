@@ -26,7 +26,7 @@ class DigestStore:
         self.length_done = 0                                # padded length at the last `update`
         self.tail = self.tail_valid = None
         self.provisional = False                            # calibrated on a short row; to be done again
-        self.stale = False                                  # kernels have encoded units that units_done doesn't count
+        self.stale = False                                  # kernels have encoded more, up to length_done
 
     @property
     def unit_blocks(self) -> int:
@@ -131,10 +131,6 @@ class DigestStore:
         """[B, H, G, D] -> [B, H, G, units * unit_blocks] estimated log mass."""
         return ops.score(query, [part[:, :, :units] for part in self.unit], self.row, self.kind, self.block_size,
                          self.bits, softcap, self.dtype)
-
-    def mark_done(self, length: int) -> None:
-        """The kernels have encoded what closed, up to the padded length."""
-        self.length_done, self.stale = length, True
 
     def settle(self, lengths: torch.Tensor) -> None:
         """Before `lengths` change by other hands: note how far the kernels have come."""

@@ -134,6 +134,7 @@ class PSALayer(LayerProtocol):
         Raises:
             ValueError: the byte budget or the host tier is too small; nothing has changed then.
         """
+        before = self.table, self.digests.unit
         try:
             self._reserve(length)
         except ValueError:
@@ -141,29 +142,32 @@ class PSALayer(LayerProtocol):
             if self.length == 0:
                 for other in self.state.live_layers():      # a prompt that some layers have taken and this one can't
                     other.reset()
+            else:
+                # The width goes back too: kept, it would count against the budget of shorter turns.
+                self.table, self.digests.unit = before
+                self.state.fit(self.pool)
             raise
 
     def _reserve(self, length: int) -> None:
         P, ub = self.config.block_size, self.digests.unit_blocks
         needed = -(-length // P)
         capacity = self.table.shape[2]
+        grown = capacity
         if needed > capacity:
             # A quarter more than needed, so that decoding rarely comes back here; whole units, so that no digest
             # speaks of a block that the table can't name.
-            capacity = -(-max(needed + 8, needed * 5 // 4 if capacity else needed) // ub) * ub
+            grown = -(-max(needed + 8, needed * 5 // 4 if capacity else needed) // ub) * ub
+        target = min(needed + 1, grown) if needed > self.columns else self.columns
+        count = self.batch * self.heads * (target - self.columns)
+        more = count * self._layers_to_come()
+        if grown > capacity:
             old = self.table
-            self.table = torch.cat([old, old.new_zeros(self.batch, self.heads, capacity - old.shape[2])], 2)
-            try:
-                self.state.fit(self.pool)
-            except ValueError:
-                self.table = old
-                raise
-            self.digests.reserve(self.batch, self.heads, capacity, self.device)
+            self.table = torch.cat([old, old.new_zeros(self.batch, self.heads, grown - capacity)], 2)
+            self.state.fit(self.pool, count + more)
+            self.digests.reserve(self.batch, self.heads, grown, self.device)
             self.version = next_version()
-        if needed > self.columns:
-            target = min(needed + 1, capacity)
-            count = self.batch * self.heads * (target - self.columns)
-            fresh = self.pool.allocate(count, more=count * self._layers_to_come())
+        if count:
+            fresh = self.pool.allocate(count, more=more)
             self.table[:, :, self.columns:target] = fresh.view(self.batch, self.heads, -1)
             self.columns = target
 
@@ -353,6 +357,8 @@ class PSALayer(LayerProtocol):
 
     def begin_step(self) -> None:
         """Host work before a step of the kernels: room for one token, and digests of everything before it."""
+        if self.pending is not None and not self.pending.committed:
+            self._flush()
         self.reserve(self.length + 1)
         store = self.digests
         if store.provisional and self.length >= self.config.min_context:
@@ -365,18 +371,24 @@ class PSALayer(LayerProtocol):
             if not calibrated:
                 self.version = next_version()
 
+    def room(self) -> int:
+        """Padded length up to which steps of the kernels need no host work."""
+        room = self.columns * self.config.block_size
+        return min(room, self.config.min_context) if self.digests.provisional else room
+
     def end_step(self) -> None:
         """Count the token that the kernels have stored (and digested)."""
         self.length += 1
-        self.digests.mark_done(self.length)
-        self.stats.steps += 1
-        self.stats.sparse_steps += 1
+        store, stats = self.digests, self.stats
+        store.length_done, store.stale = self.length, True
+        stats.steps += 1
+        stats.sparse_steps += 1
 
     def _device_step(self, query, pending, scaling, softcap, sinks):
+        pending.committed = True
         self.begin_step()
         step = self.state.step()
         step.prepare([self])
-        pending.committed = True
         output = step.run(self, query, pending.keys, pending.values, sinks, scaling, softcap)
         self.end_step()
         return output.transpose(1, 2)

@@ -66,6 +66,7 @@ class BlockPool:
             self.pinned = torch.ones(1, dtype=torch.bool, device=device)
             self.clock = torch.zeros(1, dtype=torch.float64, device=device)
             self.counters = torch.zeros(2, dtype=torch.int64, device=device)
+            self.history = torch.full((1,), -math.inf, dtype=torch.float64, device=device)
 
     @property
     def tiered(self) -> bool:
@@ -86,7 +87,7 @@ class BlockPool:
         if not self.tiered:
             return [self.kv]
         return [self.kv, self.host, self.slot_of, self.block_in, self.priority, self.pinned, self.clock,
-                self.counters]
+                self.counters, self.history]
 
     # -- who uses it --------------------------------------------------------------------------------------------
     def join(self, layer) -> None:
@@ -122,13 +123,19 @@ class BlockPool:
             ValueError: the byte budget or the host tier is used up; nothing has changed then.
         """
         with self.lock:
-            if self.dirty or self.free.shape[0] - self.cursor < count + more:
-                self.sweep()
-                if self.free.shape[0] < count + more:
-                    self._grow(count + more - self.free.shape[0], self.ids // 4)
+            short = self.lacking(count + more)
+            if short:
+                self._grow(short, self.ids // 4)
             taken = self.free[self.cursor:self.cursor + count]
             self.cursor += count
             return taken
+
+    def lacking(self, count: int) -> int:
+        """How many ids there would have to be more, for `count` to be free."""
+        with self.lock:
+            if self.dirty or self.free.shape[0] - self.cursor < count:
+                self.sweep()
+            return max(0, count - self.free.shape[0] + self.cursor)
 
     def sweep(self) -> None:
         """Find the ids that no table names, and give up the slots of their blocks. Synchronises."""
@@ -143,6 +150,7 @@ class BlockPool:
             self.block_in[gone] = 0
             self.priority[gone] = -math.inf
             self.pinned[gone] = False
+            self.history[dead] = -math.inf
 
     def _grow(self, needed: int, extra: int) -> None:
         if self.tiered:
@@ -154,6 +162,7 @@ class BlockPool:
                     f"{format_bytes((self.ids + needed) * self.block_bytes)}, or a shorter context. "
                     "Nothing in the cache was lost.")
             first, self.slot_of = self.ids, _extend(self.slot_of, total)
+            self.history = _extend(self.history, total, -math.inf)
         else:
             total = self.slots + needed + extra
             if self.budget is not None:
@@ -188,6 +197,7 @@ class BlockPool:
         lost = torch.ones(self.slots, dtype=torch.bool, device=self.device)
         lost[keep] = False
         self.slot_of[torch.where(lost, self.block_in, 0)] = 0
+        self.history[self.block_in[lost]] = self.priority[lost]
         for name, fill in (("kv", 0), ("block_in", 0), ("priority", -math.inf), ("pinned", False)):
             setattr(self, name, _extend(getattr(self, name)[keep], slots, fill))
         # Keeping slot order means slot 0 stays slot 0.

@@ -53,10 +53,11 @@ class CacheState:
             self.pools[key] = BlockPool(keys.device, keys.dtype, elements, config.gpu_bytes, config.host_bytes)
         return self.pools[key]
 
-    def fit(self, pool: BlockPool) -> None:
+    def fit(self, pool: BlockPool, ids: int = 0) -> None:
         """Give the pool the slots that its budget leaves beside digests and tables, or say what would do.
 
-        The least is scratch, what every layer keeps pinned, and one round of the widest layer.
+        The least is scratch, what every layer keeps pinned, and one round of the widest layer. Without a host tier it
+        is what there is and the `ids` that are about to be asked for.
 
         Raises:
             ValueError: not even the smallest pool that can take a step fits.
@@ -71,7 +72,7 @@ class CacheState:
         scale = max(1.0, self.layers / len(users)) if self.devices == 1 else 1.0
         other = pool.side = int(sum(user.side_bytes(*size) for user, *size in sizes) * scale)
         if not pool.tiered:
-            pool.check_budget(pool.slots)
+            pool.check_budget(pool.slots + pool.lacking(ids))
             return
         pinned = int(sum(user.pinned_blocks(batch) for user, batch, _ in sizes) * scale)
         least = 1 + pinned + max(batch * user.heads * largest_round(user.config.round_blocks) for user, batch, _ in sizes)

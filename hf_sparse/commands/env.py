@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import warnings
 
 from .. import __version__
 from ..sizes import format_bytes
@@ -43,8 +44,22 @@ def collect() -> dict:
         "devices": devices,
         "cpu_threads": torch.get_num_threads(),
         "cpu_cores": os.cpu_count(),
-        "path": "reference kernels in PyTorch on " + ("the GPU" if devices else "the CPU"),
+        "path": decode_path("cuda" if devices else "cpu"),
     }
+
+
+def decode_path(device: str) -> str:
+    """What takes the decode step on a device with the default settings."""
+    import torch
+
+    from ..cache.backend import use_kernels
+    from ..config import PSAConfig
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if use_kernels(PSAConfig(), torch.device(device), torch.bfloat16):
+            return "Triton kernels"
+    return f"PyTorch reference on {device}" + "".join(f" ({warning.message})" for warning in caught)
 
 
 def as_text(facts: dict) -> str:

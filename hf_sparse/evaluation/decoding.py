@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..cache.psa_cache import PSACache
+from ..compat import CACHE_ARGUMENT
 from ..config import PSAConfig
 from .samples import Question
 
@@ -51,7 +52,7 @@ def prefill(model, context: tuple[int, ...], config: PSAConfig, chunk: int | Non
     cache = PSACache(model.config, config.replace(sparse_queries=False))
     ids = torch.tensor([context], device=model.device)
     for part in ids.split(chunk or len(context), dim=1):
-        model(input_ids=part, past_key_values=cache, use_cache=True, **_last_logits(model, 1))
+        model(input_ids=part, **{CACHE_ARGUMENT: cache}, use_cache=True, **_last_logits(model, 1))
     return cache
 
 
@@ -72,9 +73,9 @@ def answer(model, cache: PSACache, question: Question, dense: bool = False, one_
     ids = torch.tensor([question.prompt + question.answer[:-1]], device=model.device)
     wanted = len(question.answer)
     if one_forward:
-        logits = model(input_ids=ids, past_key_values=fork, use_cache=True, **_last_logits(model, wanted)).logits
+        logits = model(input_ids=ids, **{CACHE_ARGUMENT: fork}, use_cache=True, **_last_logits(model, wanted)).logits
     else:
-        logits = torch.cat([model(input_ids=one, past_key_values=fork, use_cache=True).logits
+        logits = torch.cat([model(input_ids=one, **{CACHE_ARGUMENT: fork}, use_cache=True).logits
                             for one in ids.split(1, dim=1)], dim=1)
     logits = logits[0, -wanted:].double().cpu()
     if not bool(torch.isfinite(logits).all()):

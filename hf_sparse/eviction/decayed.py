@@ -3,6 +3,8 @@
 Plain LRU over one pool for all layers collapses when the pool is smaller than a token's working set, because layers
 are visited in a cycle; counting uses does not. The count at time t is sum of 0.9^(t - t_use). Comparing counts at the
 same t, the common factor 0.9^t drops out, so the sum of 0.9^(-t_use) is kept, as a logarithm that never overflows.
+Counts outlive eviction: started anew at each load, all blocks of a pool that is too small would look alike, and it
+would do what LRU does.
 """
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _RATE = -math.log(0.9)
 
 def on_load(priority: torch.Tensor, clock: torch.Tensor) -> torch.Tensor:
     # The use that caused the load is counted by on_use; until then the slot must not look empty.
-    return torch.full_like(priority, -1e30)
+    return priority.clamp(min=-1e30)
 
 
 def on_use(priority: torch.Tensor, clock: torch.Tensor) -> torch.Tensor:

@@ -48,36 +48,44 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     listed = ranked + width
     rg, rt = tl.arange(0, GP), tl.arange(0, TILE)
 
-    top = tl.load(MF + pid * GP + rg)
-    total = tl.full([GP], 1.0, tl.float32)
-    for low in range(0, start, TILE):
-        n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :], other=float("-inf"))
-        peak = tl.maximum(top, tl.max(e, 1))
-        total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(e - peak[:, None]), 1)
-        top = peak
-    total = top + tl.log2(total)
-    tl.store(TOT + pid * GP + rg, total)
-
+    # The first tile of blocks stays in registers, and usually is all there is.
     live = (rg < G)[:, None]
-    largest = 0.0
-    everything = 0.0
-    for low in range(0, start, TILE):
+    there = (rt >= SINK) & (rt < start)
+    e0 = tl.load(estimate + rg[:, None] * width + rt[None, :], mask=there[None, :], other=float("-inf"))
+    forced_mass = tl.load(MF + pid * GP + rg)
+    top = tl.maximum(forced_mass, tl.max(e0, 1))
+    for low in range(TILE, start, TILE):
         n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :], other=float("-inf"))
-        s = tl.sum(tl.where(live, tl.exp2(e - total[:, None]), 0.0), 0) / G
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
+        top = tl.maximum(top, tl.max(e, 1))
+    w0 = tl.exp2(e0 - top[:, None])
+    total = tl.exp2(forced_mass - top) + tl.sum(w0, 1)
+    for low in range(TILE, start, TILE):
+        n = low + rt
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
+        total += tl.sum(tl.exp2(e - top[:, None]), 1)
+    tl.store(TOT + pid * GP + rg, top + tl.log2(total))
+
+    part = 1.0 / (total * G)
+    s0 = tl.sum(tl.where(live, w0 * part[:, None], 0.0), 0)
+    tl.store(share + rt, s0, mask=rt < width)
+    largest, everything = tl.max(s0, 0), tl.sum(s0, 0)
+    for low in range(TILE, start, TILE):
+        n = low + rt
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
+        s = tl.sum(tl.where(live, tl.exp2(e - top[:, None]) * part[:, None], 0.0), 0)
         tl.store(share + n, s, mask=n < width)
         largest = tl.maximum(largest, tl.max(s, 0))
         everything += tl.sum(s, 0)
-    tl.debug_barrier()
+    bits0 = tl.where(there, s0.to(tl.int32, bitcast=True), -1)
     # Find the highest threshold, as bits, above which there is enough.
     need = everything - (1.0 - threshold - slack)
     bottom = tl.maximum(largest.to(tl.int32, bitcast=True) + 1 - (OCTAVES << 23), 1)
     rb = tl.arange(0, 256)
-    counts = tl.zeros([256], tl.int32)
-    for low in range(0, start, TILE):
+    counts = tl.histogram(tl.maximum(bits0 - bottom, 0) >> 20, 256, mask=bits0 >= bottom)
+    for low in range(TILE, start, TILE):
         n = low + rt
-        bits = tl.load(share + n, mask=n < width, other=0.0).to(tl.int32, bitcast=True) - bottom
+        bits = tl.load(share + n, mask=n < start, other=0.0).to(tl.int32, bitcast=True) - bottom
         counts += tl.histogram(tl.maximum(bits, 0) >> 20, 256, mask=bits >= 0)
     middle = (bottom + (rb << 20) + (1 << 19)).to(tl.float32, bitcast=True)
     middle = tl.where(counts > 0, counts * middle, 0.0)
@@ -91,10 +99,11 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
         mass_before = tl.sum(tl.where(inside, mass - middle, 0.0), 0)
         above_before = tl.sum(tl.where(inside, above - counts, 0), 0)
         edge = bottom + (best << 20)
-        counts = tl.zeros([256], tl.int32)
-        for low in range(0, start, TILE):
+        in_bin = (bits0 >= edge) & (bits0 - edge < (1 << 20))
+        counts = tl.histogram(tl.where(in_bin, bits0 - edge, 0) >> 12, 256, mask=in_bin)
+        for low in range(TILE, start, TILE):
             n = low + rt
-            bits = tl.load(share + n, mask=n < width, other=0.0).to(tl.int32, bitcast=True) - edge
+            bits = tl.load(share + n, mask=n < start, other=0.0).to(tl.int32, bitcast=True) - edge
             in_bin = (bits >= 0) & (bits < (1 << 20))
             counts += tl.histogram(tl.where(in_bin, bits, 0) >> 12, 256, mask=in_bin)
         middle = (edge + (rb << 12) + (1 << 11)).to(tl.float32, bitcast=True)
@@ -106,14 +115,17 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     else:
         cut = 0                                             # all of them are not enough
 
-    found = 0
-    for low in range(0, start, TILE):
+    keep = bits0 >= cut
+    seen = tl.cumsum(keep.to(tl.int32), 0)
+    tl.store(listed + seen - 1, rt.to(tl.int64), mask=keep)
+    found = tl.max(seen, 0)
+    for low in range(TILE, start, TILE):
         n = low + rt
         s = tl.load(share + n, mask=n < start, other=0.0)
-        keep = (n >= SINK) & (n < start) & (s.to(tl.int32, bitcast=True) >= cut)
-        place = found + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(listed + place, n.to(tl.int64), mask=keep)
-        found += tl.sum(keep.to(tl.int32), 0)
+        keep = (n < start) & (s.to(tl.int32, bitcast=True) >= cut)
+        seen = tl.cumsum(keep.to(tl.int32), 0)
+        tl.store(listed + found + seen - 1, n.to(tl.int64), mask=keep)
+        found += tl.max(seen, 0)
     tl.debug_barrier()
     ri, rj = tl.arange(0, TI), tl.arange(0, TJ)
     in_order = (found <= count) & (short | NEVER)           # all are read, so their order says nothing

@@ -84,21 +84,31 @@ class GraphedStep:
         self.cache = StepCache(self.number, layers, device)
         self.compiled = torch.compile(model.__call__, mode="reduce-overhead", fullgraph=True, dynamic=False)
         self.bound: list[PSALayer] = []
+        self.cache_in_use = lambda: None                    # weak: a step must not keep a cache's memory
+        self.room = 0                                       # tokens up to which nothing needs to be prepared
         self.calls = 0
         self.first_call_seconds = 0.0
 
+    def use(self, cache: PSACache) -> None:
+        """Decode with this cache from now on."""
+        self.cache_in_use, self.room = weakref.ref(cache), 0
+
     def __call__(self, cache: PSACache, inputs: dict):
         self.bound = layers = cache.sparse_layers
-        for layer in layers:
-            layer.begin_step()
-        self.static.prepare(layers)
-        self.cache.tokens.fill_(layers[0].length)
+        length = layers[0].length
+        if length >= self.room:                             # seldom: the step itself must not wait for Python
+            for layer in layers:
+                layer.begin_step()
+            self.static.prepare(layers)
+            self.room = min(layer.room() for layer in layers)
+        self.cache.tokens.fill_(length)
         started = time.perf_counter()
         outputs = self.compiled(**inputs, **{CACHE_ARGUMENT: self.cache})
         if self.calls < 2:
             torch.cuda.synchronize(self.cache.tokens.device)
             self.first_call_seconds += time.perf_counter() - started
         self.calls += 1
+        self.bound = []
         for layer in layers:
             layer.end_step()
         for name in CACHE_NAMES:
@@ -127,15 +137,18 @@ def _(query, key, value, sinks, number, order, scaling, softcap):
 def get_compiled_call(self, compile_config=None):
     """What generate() calls for each token of a patched model."""
     patch = self._hf_sparse
-    trusted = False                                         # generate() only appends ones to a mask once checked
+    step = None                                             # once found, it serves the rest of this generate()
 
     def call(**inputs):
-        nonlocal trusted
+        nonlocal step
         cache = next((inputs[name] for name in CACHE_NAMES if isinstance(inputs.get(name), PSACache)), None)
-        step = None if cache is None else _eligible(self, patch, cache, inputs, trusted)
-        if step is None:
+        if cache is None or not _one_token(cache, inputs):
             return self(**inputs)
-        trusted = True
+        if step is None or step.cache_in_use() is not cache:
+            step = _find_step(self, patch, cache, inputs)
+            if step is None:
+                return self(**inputs)
+            step.use(cache)
         for name in (*CACHE_NAMES, "attention_mask"):
             inputs.pop(name, None)
         try:
@@ -143,7 +156,7 @@ def get_compiled_call(self, compile_config=None):
         except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
             if step.calls > 1:
                 raise                                       # not the capture: a fault of the step itself
-            patch.steps[_key(cache)] = None
+            patch.steps[_key(cache)] = step = None
             warnings.warn(f"The decode step could not be captured ({type(error).__name__}: {error}); decoding goes on "
                           "uncaptured, which is slower.", UserWarning, stacklevel=2)
             inputs[CACHE_ARGUMENT] = cache
@@ -174,17 +187,22 @@ def _key(cache: PSACache) -> tuple:
     return cache.batch_size, cache.config
 
 
-def _eligible(model, patch, cache: PSACache, inputs: dict, trusted: bool) -> GraphedStep | None:
-    """The captured step for these inputs, or None if they need an eager one."""
-    ids = inputs.get("input_ids")
-    if ids is None or ids.shape[1] != 1 or not cache.tokens or not capturable(model, cache):
+def _one_token(cache: PSACache, inputs: dict) -> bool:
+    """Whether these inputs are the next token of every row, as generate() passes it."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if ids is None or ids.shape[1] != 1 or not cache.tokens:
+        return False
+    return mask is None or (mask.dim() == 2 and mask.shape[1] == cache.tokens + 1)
+
+
+def _find_step(model, patch, cache: PSACache, inputs: dict) -> GraphedStep | None:
+    """The captured step for this cache, or None if it needs an eager one."""
+    if not capturable(model, cache):
         return None
     layers, mask = cache.sparse_layers, inputs.get("attention_mask")
-    if mask is not None:
-        if mask.dim() != 2 or mask.shape[1] != layers[0].length + 1:
-            return None
-        if not trusted and not (layers[0].agrees(mask[:, :-1].bool()) and bool(mask[:, -1].all())):
-            return None
+    # Looked at once: from here on generate() only appends ones.
+    if mask is not None and not (layers[0].agrees(mask[:, :-1].bool()) and bool(mask[:, -1].all())):
+        return None
     key = _key(cache)
     if key not in patch.steps:
         patch.steps[key] = GraphedStep(model, cache.state.step(), len(layers), model.device)

@@ -126,6 +126,7 @@ def generate(self, *args, **kwargs):
         return cls_generate(self, *args, **kwargs, **{CACHE_ARGUMENT: cache})
     if use_cache is False or kwargs.get("cache_implementation") is not None:
         return cls_generate(self, *args, **kwargs)          # the caller chose otherwise
+    self.last_psa_cache = None                              # its memory is free again before the next one takes any
     cache = PSACache(self.config, state.config)
     _check_generate(self, cache, kwargs, generation_config)
     self.last_psa_cache = cache
@@ -150,6 +151,10 @@ def _check_generate(model, cache: PSACache, kwargs: dict, generation_config) -> 
     past = cache.tokens
     if past == 0:
         return
+    for name in ("assistant_model", "prompt_lookup_num_tokens"):
+        if kwargs.get(name, getattr(generation_config, name, None)) is not None:
+            raise NotImplementedError(f"{name} with a cache that already holds tokens: transformers feeds the whole prompt "
+                                      "again then, whatever the cache. Use a new cache, or generate without drafts.")
     ids = kwargs.get("input_ids", kwargs.get("inputs"))
     mask = kwargs.get("attention_mask")
     length = mask.shape[1] if mask is not None else ids.shape[1] if ids is not None else None

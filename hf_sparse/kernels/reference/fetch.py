@@ -3,9 +3,10 @@
 All of it is static-shape tensor code, as the kernels that replace it decide on the device. Slot 0 and block 0 are a
 scratch pair: whatever must not happen is sent there. `tiers` is the flat list that `BlockPool.tiers()` makes:
 [kv] when everything is resident (block ids are slots), else
-[kv, host, slot_of, block_in, priority, pinned, clock, counters]:
+[kv, host, slot_of, block_in, priority, pinned, clock, counters, history]:
     kv [S, E] slots; host [C, E] blocks; slot_of [C] int64, 0 = not resident; block_in [S] int64, 0 = free;
-    priority [S] fp64; pinned [S] bool; clock [1] fp64; counters [2] int64 (hits, misses).
+    priority [S] fp64; pinned [S] bool; clock [1] fp64; counters [2] int64 (hits, misses);
+    history [C] fp64, the priority that a block had when it was last evicted.
 """
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def acquire(tiers, blocks, wanted, policy: str, load: bool, use: bool = False, c
     """
     if not is_tiered(tiers):
         return torch.where(wanted, blocks, 0)
-    kv, host, slot_of, block_in, priority, pinned, clock, counters = tiers
+    kv, host, slot_of, block_in, priority, pinned, clock, counters, history = tiers
     n = blocks.shape[0]
     blocks = torch.where(wanted, blocks, 0)
     slots = slot_of[blocks]
@@ -56,12 +57,13 @@ def acquire(tiers, blocks, wanted, policy: str, load: bool, use: bool = False, c
     target = torch.where(lead, victims[(lead.cumsum(0) - 1).clamp(min=0, max=victims.shape[0] - 1)], 0)
 
     slot_of[block_in[target]] = 0
+    history[block_in[target]] = priority[target]
     block_in[target] = torch.where(lead, blocks, 0)
     slot_of[torch.where(lead, blocks, 0)] = target
     block_in[0] = 0
     slot_of[0] = 0
     rules = POLICIES[policy]
-    priority[target] = rules.on_load(priority[target], clock)
+    priority[target] = rules.on_load(history[torch.where(lead, blocks, 0)], clock)
     if load:
         kv[target] = from_host(host, torch.where(lead, blocks, 0), kv.device)
     slots = slot_of[blocks]

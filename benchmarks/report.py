@@ -1,0 +1,240 @@
+"""Write the measured tables of docs/performance.md from the results beside this file.
+
+    python -m benchmarks.report            # rewrite what stands between the markers
+    python -m benchmarks.report --check    # exit with 1 if the document is not what the results say
+
+Needs neither torch nor a GPU. Absolute times drift from one machine and day to the next, so ratios are formed only
+between rows of the same run, and every row names its run.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+HERE = pathlib.Path(__file__).resolve().parent
+DOCUMENT = HERE.parent / "docs" / "performance.md"
+NONE_YET = "Nothing is committed yet: run the command above on a GPU, then `python -m benchmarks.report`."
+EMPTY = "-"
+
+PATHS = {  # rows of benchmarks.decode, in the order of the tables
+    "psa": "hf_sparse, budget of 4096 tokens",
+    "psa-peaked": "hf_sparse, peaked keys",
+    "free": "free attention (the floor)",
+    "static": "StaticCache, compiled",
+    "dynamic": "DynamicCache",
+    "sdpa": "SDPA alone",
+}
+SHAPES = {"llama": "Llama-3.1-8B", "lwm": "LWM-Text-7B"}
+KERNELS = ("append_kernel", "score_kernel", "select_kernel", "attend_kernel")
+
+
+def between(text: str, name: str, content: str, source: str = "the document") -> str:
+    """`text` with what stands between `<!-- name:start -->` and `<!-- name:end -->` replaced.
+
+    Raises:
+        ValueError: the two markers are not there exactly once, in this order.
+    """
+    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"{source} needs one line {start} and, after it, one line {end}")
+    return f"{text[:text.index(start)]}{start}\n{content}\n{text[text.index(end):]}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """A Markdown table; the first `text_columns` columns are aligned to the left, the others to the right."""
+    rule = ["---" if column < text_columns else "---:" for column in range(len(head))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return EMPTY if value is None else f"{value:.{digits}f}"
+
+
+def spread(value: dict | None, digits: int = 1) -> str:
+    """`{"median", "p20", "p80"}` -> "5.88 (5.85-5.94)"."""
+    if value is None:
+        return EMPTY
+    return f"{value['median']:.{digits}f} ({value['p20']:.{digits}f}-{value['p80']:.{digits}f})"
+
+
+def latest(rows: Sequence[dict], key: Callable[[dict], tuple]) -> list[dict]:
+    """The last row of every key: a run that is repeated replaces what it measured before."""
+    return list({key(row): row for row in rows}.values())
+
+
+# -- decoding -------------------------------------------------------------------------------------------------------
+
+
+def decode_rows(result: dict) -> list[dict]:
+    """Rows in the order of the tables; of a path measured twice in the same run, the later one."""
+    rows = latest(result["rows"], lambda row: (row["run_id"], row.get("shape"), row["batch"], row["context"],
+                                               row["name"]))
+    order = list(PATHS)
+    return sorted(rows, key=lambda row: (list(SHAPES).index(row.get("shape", "llama")), row["batch"], row["context"],
+                                         order.index(row["name"]) if row["name"] in order else len(order)))
+
+
+def ratio(rows: Sequence[dict], row: dict, base: str, field: str) -> float | None:
+    """Median of `field` over that of path `base` at the same shape, batch, context, and in the same run."""
+    same = ("run_id", "shape", "batch", "context")
+    for other in rows:
+        if other["name"] == base and field in other and field in row \
+                and all(other.get(name) == row.get(name) for name in same):
+            return row[field]["median"] / other[field]["median"]
+    return None
+
+
+def place(row: dict) -> list[str]:
+    return [SHAPES.get(row.get("shape", "llama"), row.get("shape", "")), PATHS.get(row["name"], row["name"]),
+            str(row["batch"]), str(row["context"])]
+
+
+def decode_table(result: dict) -> str:
+    rows = decode_rows(result)
+    out = []
+    for row in rows:
+        if "error" in row:
+            out.append([*place(row), "failed: " + " ".join(row["error"].split())[:60], *[EMPTY] * 6, row["run_id"]])
+        elif "ms_per_token" in row:
+            read = row.get("kv_fraction")
+            out.append([*place(row), spread(row["ms_per_token"], 2),
+                        number(ratio(rows, row, "free", "ms_per_token"), 2), EMPTY if read is None else f"{read:.1%}",
+                        number(row.get("peak_memory_gb")), number(row.get("prefill_s")),
+                        {True: "yes", False: "no"}.get(row.get("captured"), EMPTY), number(row.get("compile_s")),
+                        row["run_id"]])
+    return table(["model shape", "path", "batch", "context", "ms a token", "x free", "KV read", "peak memory, GB",
+                  "prefill, s", "captured", "compile, s", "run"], out, 2)
+
+
+def attention_table(result: dict) -> str:
+    rows = decode_rows(result)
+    out = []
+    for row in rows:
+        if "attention_us_per_layer" not in row:
+            continue
+        floor = row.get("bytes_floor_us")
+        out.append([*place(row), spread(row["attention_us_per_layer"]), number(floor),
+                    number(row["attention_us_per_layer"]["median"] / floor, 2) if floor else EMPTY,
+                    number(ratio(rows, row, "sdpa", "attention_us_per_layer"), 2), number(row.get("coverage"), 3),
+                    row["run_id"]])
+    return table(["model shape", "path", "batch", "context", "us a layer", "byte floor, us", "x floor", "x SDPA",
+                  "coverage, estimated", "run"], out, 2)
+
+
+def decode_check(result: dict) -> str:
+    """What the correctness check of the decode benchmark found before anything was timed."""
+    found = result.get("check")
+    if not found:
+        return "The correctness check of this benchmark was skipped in these runs."
+    yes = {True: "yes", False: "no", None: EMPTY}
+    out = [[name, yes[entry.get("captured_equals_eager")], f"{entry['logits_apart']:.1e}",
+            yes[entry.get("tokens_as_dense")],
+            EMPTY if "against_dense" not in entry else f"{entry['against_dense']:.1e}", f"{entry['kv_fraction']:.1%}"]
+           for name, entry in found.items()]
+    return table(["settings", "captured tokens = eager tokens", "logits apart", "tokens as dense",
+                  "logits from dense", "KV read"], out)
+
+
+# -- kernels --------------------------------------------------------------------------------------------------------
+
+
+def kernel_table(result: dict) -> str:
+    """One row a size and run: the chain of kernels as one graph, each kernel alone, and the byte floor."""
+    rows = latest([row for row in result["rows"] if "context" in row],
+                  lambda row: (row["run_id"], row["batch"], row["context"], row["kernel"]))
+    sizes = sorted({(row["batch"], row["context"], row["run_id"]) for row in rows})
+    out = []
+    for batch, context, run in sizes:
+        here = {row["kernel"]: row for row in rows
+                if (row["batch"], row["context"], row["run_id"]) == (batch, context, run)}
+        chain = here.get("chain", {})
+        out.append([str(batch), str(context), spread(chain.get("us")),
+                    *(number(here[name]["us"]) if name in here else EMPTY for name in KERNELS),
+                    number(chain.get("bytes_floor_us")), run])
+    return table(["batch", "context", "chain, us", *(name.removesuffix("_kernel") for name in KERNELS),
+                  "byte floor, us", "run"], out, 0)
+
+
+def sweep_table(result: dict) -> str:
+    """Launch parameters that were tried, fastest first within a kernel and run."""
+    rows = [row for row in result["rows"] if "variant" in row]
+    if not rows:
+        return "No sweep is among these runs (`python -m benchmarks.kernels --sweep`)."
+    failed = lambda row: not isinstance(row["us"], (int, float))  # noqa: E731
+    rows = sorted(rows, key=lambda row: (row["run_id"], KERNELS.index(row["kernel"]), failed(row),
+                                         0.0 if failed(row) else row["us"]))
+    out = [[row["kernel"].removesuffix("_kernel"),
+            ", ".join(f"{name.split('_', 1)[1]} {value}" for name, value in row["variant"].items()),
+            "failed: " + str(row["us"])[:60] if failed(row) else number(row["us"]), row["run_id"]] for row in rows]
+    return table(["kernel", "launch parameters", "us", "run"], out, 2)
+
+
+def check_table(result: dict) -> str:
+    """The largest relative errors at threshold 1 by type, and how far kernels and reference read the same below it."""
+    checks = result.get("checks") or []
+    if not checks:
+        return "The correctness check of this benchmark was skipped in these runs."
+    out = []
+    for dtype in dict.fromkeys(entry["dtype"] for entry in checks):
+        exact = [entry for entry in checks if entry["dtype"] == dtype and entry["threshold"] >= 1.0]
+        below = [entry for entry in checks if entry["dtype"] == dtype and entry["threshold"] < 1.0]
+        worst = lambda name: f"{max(entry[name] for entry in exact):.1e}" if exact else EMPTY  # noqa: E731
+        apart = [abs(entry["fraction_kernel"] - entry["fraction_reference"]) for entry in below]
+        out.append([dtype.removeprefix("torch."), str(len({tuple(entry["shape"]) for entry in exact or below})),
+                    worst("kernel"), worst("reference"), f"{max(apart):.3f}" if apart else EMPTY])
+    return table(["type", "shapes", "kernels against float64", "reference against float64",
+                  "KV share read, kernels from reference, at most"], out)
+
+
+def versions(result: dict) -> str:
+    """One sentence: what the runs were made with."""
+    found = dict(result["versions"])
+    gpu = found.pop("gpu", "no GPU")
+    return f"{gpu}; " + ", ".join(f"{name} {value}" for name, value in found.items()) + "."
+
+
+# -- the document ---------------------------------------------------------------------------------------------------
+
+SECTIONS: dict[str, tuple[str, Callable[[dict], str]]] = {
+    "decode-versions": ("decode_h200.json", versions),
+    "decode": ("decode_h200.json", decode_table),
+    "attention": ("decode_h200.json", attention_table),
+    "decode-check": ("decode_h200.json", decode_check),
+    "kernels-versions": ("kernels_h200.json", versions),
+    "kernels": ("kernels_h200.json", kernel_table),
+    "kernels-check": ("kernels_h200.json", check_table),
+    "kernels-sweep": ("kernels_h200.json", sweep_table),
+}
+
+
+def render(text: str, results: pathlib.Path) -> str:
+    """The document with every generated section as the result files in `results` have it."""
+    for name, (file, section) in SECTIONS.items():
+        path = results / file
+        content = section(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else NONE_YET
+        text = between(text, name, content, DOCUMENT.name)
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=pathlib.Path, default=HERE / "results", help="folder of the JSON files")
+    parser.add_argument("--document", type=pathlib.Path, default=DOCUMENT)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is not up to date")
+    args = parser.parse_args(argv)
+    before = args.document.read_text(encoding="utf-8")
+    after = render(before, args.results)
+    if args.check:
+        if before != after:
+            print(f"{args.document.name} is not what the results say: run python -m benchmarks.report",
+                  file=sys.stderr)
+        return int(before != after)
+    args.document.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
