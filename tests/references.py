@@ -225,7 +225,8 @@ def sparse_step(query, keys, values, estimates, *, block_size, unit_blocks=1, si
     length = keys.shape[0]
     total = -(-length // block_size)
     newest = (length - 1) // block_size
-    whole = length // (block_size * unit_blocks) * unit_blocks
+    # A unit is ranked from the token after the one that closes it.
+    whole = (length - 1) // (block_size * unit_blocks) * unit_blocks
     tail = max(min(whole, newest - recent_blocks), sink_blocks)
     block = torch.arange(length) // block_size
     always = (block < sink_blocks) | (block >= tail)

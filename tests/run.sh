@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv="${VENV:-.venv}"
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt torch
-"$venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]' ${TRANSFORMERS:+"$TRANSFORMERS"}
+"$venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]' \
+    ${TRANSFORMERS:+"$TRANSFORMERS"}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 exec "$venv/bin/python" -m pytest -q "$@"

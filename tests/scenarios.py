@@ -231,21 +231,22 @@ def forward_loop(model, make_cache) -> Result:
 
 @torch.no_grad()
 def forked_prefix(model, make_cache) -> Result:
-    """One prefix prefilled, forked twice with copy.deepcopy; the forks, then the original, go on."""
+    """One prefix prefilled and forked twice with copy.deepcopy; then forks and original take turns."""
     cache = make_cache()
     prefix = make_prompt(PROMPT_LENGTH - 1, seed=8)[None]
     model(input_ids=prefix, past_key_values=cache, use_cache=True)
     branches = [copy.deepcopy(cache), copy.deepcopy(cache), cache]
-    results = []
-    for i, branch in enumerate(branches):
-        ids = torch.cat([prefix, make_prompt(6, seed=30 + i)[None]], -1)
-        results.append(run_generate(model, branch, input_ids=ids))
-    return dict(
-        tokens=torch.cat([result["tokens"] for result in results]),
-        scores=torch.cat([result["scores"] for result in results], 1),
-        cache=cache,
-        calls=None,
-    )
+    texts, scores = [prefix] * 3, []
+    for turn in range(2):
+        turns = [make_prompt(6, seed=30 + 3 * turn + i)[None] for i in range(3)]
+        texts = [torch.cat([text, new], -1) for text, new in zip(texts, turns, strict=True)]
+        results = [
+            run_generate(model, branch, input_ids=ids, attention_mask=ones_like_ids(ids), max_new_tokens=6)
+            for branch, ids in zip(branches, texts, strict=True)
+        ]
+        texts = [result["tokens"] for result in results]
+        scores.append(torch.cat([result["scores"] for result in results], 1))
+    return dict(tokens=torch.cat(texts), scores=torch.cat(scores), cache=cache, calls=None)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def test_env_names_versions_and_the_path_taken(capsys):
     text = capsys.readouterr().out
     assert re.search(rf"^hf-sparse +{re.escape(hf_sparse.__version__)}$", text, re.M)
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", text, re.M)
-    assert re.search(r"^decoding runs +reference kernels", text, re.M)
+    assert re.search(r"^decoding runs +(PyTorch reference on cpu|Triton kernels)$", text, re.M)
 
 
 def test_env_as_json(capsys):
@@ -48,7 +48,13 @@ def test_env_as_json(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["packages"]["torch"] == torch.__version__
     assert len(facts["devices"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    assert "PyTorch" in facts["path"]
+
+
+@pytest.mark.parametrize(("usable", "path"), [(True, "Triton kernels"), (False, "PyTorch reference on cpu")])
+def test_env_asks_the_library_which_path_is_taken(monkeypatch, capsys, usable, path):
+    monkeypatch.setattr("hf_sparse.cache.backend.use_kernels", lambda *arguments: usable)
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == path
 
 
 def test_version(capsys):
@@ -65,7 +71,8 @@ def test_help_costs_no_import_of_torch():
 
 def test_the_command_runs_as_a_module():
     command = [sys.executable, "-m", "hf_sparse.commands.main", "eval", "no/such/directory"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     assert "hf-sparse eval: error: " in done.stderr and "no/such/directory" in done.stderr
@@ -229,7 +236,7 @@ def test_eval_knows_the_tasks_that_there_are():
         (["generate", "{model}", "--prompt", " "], "empty"),
         (["generate", "{model}", "--prompt-file", "{missing}"], "can't be read"),
         (["generate", "{model}", "--prompt", "x y " * CONTEXT, "--max-new-tokens", "1"], f"context is {CONTEXT}"),
-        (["generate", "{model}", "--prompt", "x", "--set", "gpu_memory=1KiB", "--set", "host_memory=1GiB"], "gpu_memory"),
+        (["generate", "{model}", "--prompt", "x", "--set", "gpu_memory=1KiB"], "gpu_memory"),
     ],
     ids=lambda value: " ".join(value[1:])[:40] if isinstance(value, list) else "",
 )

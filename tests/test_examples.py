@@ -1,4 +1,4 @@
-"""The examples run, fail when they should, and say what they did; the models that they need are built in test_real_models."""
+"""The examples run, fail when they should, and say what they did, on tiny models; test_real_models runs the real ones."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from hf_sparse.sizes import parse_bytes
 from tests.models import FAMILIES, WITHOUT_FULL_ATTENTION, get_draft_model, get_model
 from tests.parity import LOGIT_TOLERANCE, assert_same_run, reference, upstream_failure
 from tests.scenarios import (
-    NEW_TOKENS,
-    PLAIN,
+    PROMPT_LENGTH,
     SCENARIOS,
     SPECULATIVE,
     greedy,
@@ -31,7 +30,7 @@ from tests.scenarios import (
     run_generate,
 )
 
-SPARSE = PSAConfig(threshold=0.6, digest="key_bits", min_context=0, block_size=4, round_blocks=2)
+SPARSE = PSAConfig(threshold=0.6, digest="key_bits", min_context=0, block_size=4, round_blocks=4, round_growth=2.0)
 FULL_ATTENTION = [family for family in FAMILIES if family not in WITHOUT_FULL_ATTENTION]
 # One of each attention pattern: plain, softcap and windows, sink logits and windows, three query heads a KV head.
 PATTERNS = ["llama", "gemma2", "gpt_oss", "qwen2"]
@@ -47,6 +46,11 @@ def run_patched(family: str, scenario, config: PSAConfig) -> dict:
 def config_for(scenario: str, **overrides) -> PSAConfig:
     """Speculation verifies several tokens at once, which is exact by default and so would read everything."""
     return SPARSE.replace(sparse_queries=scenario in SPECULATIVE, **overrides)
+
+
+def difference(run: dict, other: dict, step: int) -> float:
+    """Largest difference between the logits of two runs at one step."""
+    return (run["scores"][step] - other["scores"][step]).abs().max().item()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -65,21 +69,43 @@ def test_skips_blocks(family, scenario):
     assert stats["blocks_held"] > 20 * stats["sparse_steps"]
     assert config.threshold < stats["coverage"] < 1
     assert stats["materialized"] == 0
-    assert ours["tokens"].shape == expected["tokens"].shape
     torch.testing.assert_close(ours["scores"][0], expected["scores"][0], rtol=0, atol=LOGIT_TOLERANCE)
-    assert (ours["scores"][1] - expected["scores"][1]).abs().max() > 100 * LOGIT_TOLERANCE
+    # Tokens drafted with the prompt are part of the prefill.
+    assert scenario in SPECULATIVE or difference(ours, expected, step=1) > 100 * LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("scenario", sorted(SPECULATIVE))
+@torch.no_grad()
+def by_verification(model, make_cache, tokens: torch.Tensor) -> tuple[torch.Tensor, object]:
+    """Logits [steps, vocabulary] of `tokens` [steps], fed with wrong drafts among them that are cropped again.
+
+    Every forward has four tokens of which one to four are right. transformers' own assisted decoding verifies its
+    first drafts together with the prompt, where attention is dense.
+    """
+    cache = make_cache()
+    model(input_ids=make_prompt(PROMPT_LENGTH, seed=1)[None], past_key_values=cache, use_cache=True)
+    logits, done, right = [], 0, 1
+    while done < len(tokens):
+        right = min(right, len(tokens) - done)
+        draft = make_prompt(4, seed=60 + done)
+        draft[:right] = tokens[done : done + right]
+        output = model(input_ids=draft[None], past_key_values=cache, use_cache=True).logits[0, :right]
+        if right < 4:
+            cache.crop(right - 4)
+        logits.append(output.float())
+        done, right = done + right, right % 4 + 1
+    return torch.cat(logits), cache
+
+
 @pytest.mark.parametrize("family", FULL_ATTENTION)
-def test_speculation_is_plain_decoding(family, scenario):
+def test_verified_drafts_are_plain_decoding(family):
     """Drafted tokens that are taken back leave neither keys nor digests behind."""
-    config = config_for(scenario)
-    expected = run_patched(family, PLAIN[scenario], config)
-    with patched(get_draft_model(family), config):
-        ours = run_patched(family, SCENARIOS[scenario], config)
-    assert_same_run(ours, expected)
-    assert scenario != "draft_model" or ours["calls"] < NEW_TOKENS
+    config = SPARSE.replace(sparse_queries=True)
+    plain = run_patched(family, greedy, config)
+    tokens = plain["tokens"][0, PROMPT_LENGTH:-1]
+    logits, cache = run_patched(family, lambda *args: by_verification(*args, tokens), config)
+    torch.testing.assert_close(logits, plain["scores"][1:, 0], rtol=0, atol=LOGIT_TOLERANCE)
+    assert cache.tokens == PROMPT_LENGTH + len(tokens)
+    assert cache.stats()["sparse_steps"] > plain["cache"].stats()["sparse_steps"] == len(tokens)
 
 
 # The default digest has units of 128 tokens whatever the block size: prompts of two units, and more, are needed.
@@ -89,6 +115,10 @@ DIGESTS = {
     "channel_codes": dict(digest="channel_codes"),
     "min_max": dict(digest="min_max", stop_rule="window", stop_window=4),
 }
+# Digests see no more of a model than its keys, so four families are enough for the others.
+DIGESTED = [
+    (family, digest) for digest in DIGESTS for family in (FULL_ATTENTION if digest == "key_bits" else PATTERNS)
+]
 
 
 @torch.no_grad()
@@ -100,14 +130,11 @@ def long_batch(model, make_cache, rows=slice(None), **kwargs) -> dict:
 
 
 def assert_skipped(run: dict) -> None:
-    assert run["cache"].stats()["kv_fraction"] < 0.8
+    assert run["cache"].stats()["kv_fraction"] < 0.9
 
 
-@pytest.mark.parametrize("digest", DIGESTS)
-@pytest.mark.parametrize("family", FULL_ATTENTION)
+@pytest.mark.parametrize(("family", "digest"), DIGESTED, ids=lambda name: name)
 def test_padded_row_is_the_row_alone(family, digest):
-    if digest != "key_bits" and family not in PATTERNS:
-        pytest.skip("digests see no more of a model than its keys; four families are enough")
     config = SPARSE.replace(**DIGESTS[digest])
     together = run_patched(family, long_batch, config)
     assert_skipped(together)
@@ -119,11 +146,8 @@ def test_padded_row_is_the_row_alone(family, digest):
         torch.testing.assert_close(row, alone["scores"][:, 0], rtol=0, atol=LOGIT_TOLERANCE)
 
 
-@pytest.mark.parametrize("digest", DIGESTS)
-@pytest.mark.parametrize("family", FULL_ATTENTION)
+@pytest.mark.parametrize(("family", "digest"), DIGESTED, ids=lambda name: name)
 def test_chunked_prefill_is_one_shot(family, digest):
-    if digest != "key_bits" and family not in PATTERNS:
-        pytest.skip("digests see no more of a model than its keys; four families are enough")
     config = SPARSE.replace(**DIGESTS[digest])
     at_once = run_patched(family, long_batch, config)
     chunked = run_patched(family, lambda *args: long_batch(*args, prefill_chunk_size=77), config)
@@ -146,8 +170,14 @@ def at_the_smallest_budget(run) -> dict:
             budget = needed
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("family", PATTERNS)
+OFFLOADED = [("llama", scenario) for scenario in SCENARIOS] + [
+    (family, scenario)
+    for family in PATTERNS[1:]
+    for scenario in ("padded", "beams", "continued_padded", "prompt_lookup")
+]
+
+
+@pytest.mark.parametrize(("family", "scenario"), OFFLOADED, ids=lambda name: name)
 def test_offloaded_is_resident(family, scenario):
     config = config_for(scenario)
     with patched(get_draft_model(family), config):
@@ -180,7 +210,7 @@ def test_offloaded_is_resident(family, scenario):
     ],
     ids=lambda settings: "-".join(f"{name}={value}" for name, value in settings.items()),
 )
-@pytest.mark.parametrize("family", PATTERNS)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_other_settings_skip_and_repeat(family, settings):
     """Policies, rules and digests on the padded batch: they skip, and a row does what it does alone."""
     config = SPARSE.replace(**settings)

@@ -17,7 +17,16 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_sparse import PSAConfig, patched
-from hf_sparse.evaluation import Haystack, Question, answer, build_samples, divergence, evaluate, load_paragraphs, prefill
+from hf_sparse.evaluation import (
+    Haystack,
+    Question,
+    answer,
+    build_samples,
+    divergence,
+    evaluate,
+    load_paragraphs,
+    prefill,
+)
 from hf_sparse.kernels import ops
 from hf_sparse.patches.attention import NAME
 
@@ -116,7 +125,11 @@ def log_masses(step: dict, keys: torch.Tensor, block_size: int) -> tuple[torch.T
 @pytest.mark.parametrize("name", ["smollm2", "qwen"])
 @pytest.mark.parametrize(
     "settings",
-    [dict(threshold=0.85), dict(digest="cuboid_mean", stop_rule="window", threshold=0.9), dict(policy="top_k", top_k=0.1)],
+    [
+        dict(threshold=0.85),
+        dict(digest="cuboid_mean", stop_rule="window", threshold=0.9),
+        dict(policy="top_k", top_k=0.1),
+    ],
     ids=["channel_codes", "cuboid_mean_window", "top_k"],
 )
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """A tiny random model that reads text: a small byte-pair tokenizer trained here, and a llama of two layers.
 
-It answers nothing right, but everything that surrounds the answers (samples, decoding, reports, commands, examples) runs
-on it in milliseconds and without a download.
+It answers nothing right, but everything that surrounds the answers (samples, decoding, reports, commands, examples)
+runs on it in milliseconds and without a download.
 """
 
 from __future__ import annotations

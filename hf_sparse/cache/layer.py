@@ -471,15 +471,15 @@ class PSALayer(LayerProtocol):
         table = old.clone()
         table[:, :, self.columns:] = 0                      # after a crop: blocks that are given back
         width = self.columns - first
+        more = rows * H * max(0, width) * self._layers_to_come()
         if width > 0:
-            count = rows * H * width
-            fresh = self.pool.allocate(count, more=count * self._layers_to_come()).view(rows, H, width)
+            fresh = self.pool.allocate(rows * H * width, more=more).view(rows, H, width)
             shared = torch.arange(first, self.columns, device=self.device) < open_column[:, None]
             table[:, :, first:self.columns] = torch.where(shared[:, None], old[:, :, first:self.columns], fresh)
         before = self.table, self.lengths, self.batch
         self.table, self.lengths, self.batch = table, lengths, rows
         try:
-            self.state.fit(self.pool)
+            self.state.fit(self.pool, more)
         except ValueError:
             self.table, self.lengths, self.batch = before
             raise

@@ -87,7 +87,7 @@ class DecodeWork:
         chunks = -(-width // chunk_blocks(self.policy))
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
-        self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
+        self.estimate, self.share = new(B, H, GP, width), new(B, H, 2, width)
         self.ranked = new(B, H, 2, width, dtype=torch.int64)
         self.part, self.part_mass = new(B, H, chunks, GP, value_pad), new(B, H, chunks, GP)
         self.part_left = new(B, H, chunks, GP)
@@ -122,7 +122,7 @@ class Tuning:
     score_stages: int = 1
     score_registers: int | None = 128
     select_tile: int = 4096
-    select_warps: int = 16
+    select_warps: int = 32
     chunk_blocks: int = 4
     attend_tile: int = 64
     attend_warps: int = 4

@@ -61,7 +61,11 @@ class Text:
         return new
 
 
-_MODULE = torch.nn.Module().eval()
+def attention_module(group: int) -> torch.nn.Module:
+    """What transformers' attention functions look at beside tensors."""
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups = group
+    return module
 
 
 @torch.no_grad()
@@ -74,7 +78,7 @@ def feed(cache, text: Text, low: int, high: int, valid: Tensor | None = None, so
     Returns:
         [layers, B, high - low, Hq, Dv]
     """
-    outputs = []
+    outputs, module = [], attention_module(text.group)
     count = high - low
     mask = None
     if valid is not None and not bool(valid[:, low:high].all()):
@@ -84,7 +88,7 @@ def feed(cache, text: Text, low: int, high: int, valid: Tensor | None = None, so
     for layer in range(text.layers):
         part = slice(low, high)
         keys, values = cache.update(text.keys[layer][:, :, part], text.values[layer][:, :, part], layer)
-        output, _ = psa_attention(_MODULE, text.queries[layer][:, :, part], keys, values, mask, scaling=text.scaling,
+        output, _ = psa_attention(module, text.queries[layer][:, :, part], keys, values, mask, scaling=text.scaling,
                                   softcap=softcap or None, s_aux=sinks)  # fmt: skip
         outputs.append(output)
     return torch.stack(outputs)

@@ -13,7 +13,8 @@ from hf_sparse import PSACache
 from hf_sparse.patches.attention import psa_attention
 from torch import Tensor
 
-_MODULE = torch.nn.Module().eval()
+from tests.cache.drive import attention_module
+
 TOLERANCE = 3e-5
 
 
@@ -58,7 +59,7 @@ class Shadow:
         for layer in range(self.layers):
             handles = self.cache.update(keys[layer], values[layer], layer)
             layer_mask = mask if mask is None or self.window is None else mask[..., -handles[0].shape[2] :]
-            outputs.append(psa_attention(_MODULE, queries[layer], *handles, layer_mask, scaling=self.dim**-0.5)[0])
+            outputs.append(psa_attention(attention_module(self.group), queries[layer], *handles, layer_mask, scaling=self.dim**-0.5)[0])
         self.valid = all_flags
         self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 3)
         self.values = values if self.values is None else torch.cat([self.values, values], 3)

@@ -142,7 +142,7 @@ def _check_patched(
         refused = _from_library(error)
         record.outcome, record.reason = ("refused", str(error)) if refused else ("crash", _where(error))
         return
-    record.difference = _difference(ours, reference)
+    record.difference = float(f"{_difference(ours, reference):.1e}")
     stats = (
         model.last_psa_cache.stats()
         if model.last_psa_cache is not None

@@ -99,6 +99,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def write_json(found: dict, path: Path) -> None:
+    """One family a line, so that a change shows as one."""
+    lines = ",\n".join(json.dumps(record) for record in found["families"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{"transformers": "{found["transformers"]}", "families": [\n{lines}\n]}}\n')
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
@@ -110,14 +117,14 @@ def main(arguments: list[str] | None = None) -> int:
     records.sort(key=lambda record: record.family)
     counts = collections.Counter(record.outcome for record in records)
     print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES), f"of {len(records)}")
+    found = {
+        "transformers": transformers.__version__,
+        "families": [record.to_dict() for record in records],
+    }
     if options.json:
-        found = {
-            "transformers": transformers.__version__,
-            "families": [record.to_dict() for record in records],
-        }
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(found, options.json)
     if options.table:
-        write(records, options.table)
+        write(found, options.table)
     return 1 if counts["wrong"] or counts["crash"] else 0
 
 

@@ -1,38 +1,54 @@
-"""Writes the support table of the README from the records of a sweep."""
+"""Writes the support table of the README from what a sweep found."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import transformers
-
-from tests.families.classify import OUTCOMES, Record
+from tests.families.classify import OUTCOMES
 
 START, END = "<!-- families:start -->", "<!-- families:end -->"
 
+# Part of a refusal -> what the table says; the first that fits.
+CAUSES = {
+    "instead of going through transformers' AttentionInterface": "attention does not go through `AttentionInterface`",
+    "does not let its attention be chosen": "attention does not go through `AttentionInterface`",
+    "uses the attention mask for something of its own": "the mask is used for more than attention",
+    "which PSACache can't replace": "cache layers of a kind of their own",
+    "forward takes no": "no cache that can be passed in",
+}
+OTHER_CAUSE = "each for a reason that the error names"
 
-def render(records: list[Record]) -> str:
-    """A markdown table: one row per outcome that occurs, with its families."""
-    tested = [record for record in records if record.outcome != "unbuildable"]
+
+def cause(reason: str) -> str:
+    """The short form of a refusal."""
+    return next((short for part, short in CAUSES.items() if part in reason), OTHER_CAUSE)
+
+
+def render(found: dict) -> str:
+    """A markdown table, one row per outcome and cause, of {"transformers": version, "families": [record]}."""
+    records = found["families"]
+    tested = [record for record in records if record["outcome"] != "unbuildable"]
+    rows: dict[str, list[str]] = {}
+    for outcome, meaning in OUTCOMES.items():
+        for record in records:
+            if record["outcome"] == outcome:
+                why = cause(record["reason"]) if outcome == "refused" else meaning
+                rows.setdefault(f"{outcome}: {why}", []).append(record["family"])
     lines = [
         f"{len(tested)} of the {len(records)} causal language model families of transformers "
-        f"{transformers.__version__},",
-        "each as a tiny random model: a left-padded batch of three, greedy, against the unpatched model.",
+        f"{found['transformers']} as tiny random models, a left-padded batch of three, greedy, compared with the "
+        "unpatched model:",
         "",
-        "| outcome | families | |",
+        "| outcome | | families |",
         "|---|---|---|",
     ]
-    for outcome, meaning in OUTCOMES.items():
-        names = sorted(record.family for record in records if record.outcome == outcome)
-        if names:
-            lines.append(f"| {meaning} | {len(names)} | {', '.join(names)} |")
-    return "\n".join(lines)
+    return "\n".join(lines + [f"| {row} | {len(names)} | {', '.join(sorted(names))} |" for row, names in rows.items()])
 
 
-def write(records: list[Record], path: Path) -> None:
+def write(found: dict, path: Path) -> None:
     """Replaces what stands between the markers in `path`. Raises ValueError if they are not there."""
     text = path.read_text()
     if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
         raise ValueError(f"{path} needs one line {START} and, after it, one line {END}")
     head, tail = text.split(START)[0], text.split(END)[1]
-    path.write_text(f"{head}{START}\n{render(records)}\n{END}{tail}")
+    path.write_text(f"{head}{START}\n{render(found)}\n{END}{tail}")

@@ -60,7 +60,8 @@ def make_tiers(content: Tensor, slots: int, resident=(), pinned=()) -> list[Tens
         kv[slot], slot_of[block], block_in[slot], priority[slot] = content[block], slot, block, 0.0
         pins[slot] = block in pinned
     clock, counters = torch.zeros(1, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
-    return [kv, content.clone(), slot_of, block_in, priority, pins, clock, counters]
+    history = torch.full((content.shape[0],), -math.inf, dtype=torch.float64)
+    return [kv, content.clone(), slot_of, block_in, priority, pins, clock, counters, history]
 
 
 def make_problem(lengths, heads=2, group=2, key_dim=8, value_dim=None, block_size=4, dtype=torch.float32, seed=0,

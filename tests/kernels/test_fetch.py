@@ -42,7 +42,8 @@ class Simulated:
         self.misses += len(missing)
         for block, slot in zip(missing, victims):
             self.block_in[slot] = block
-            self.loaded[block], self.uses[block] = self.now, []
+            self.loaded[block] = self.now
+            self.uses.setdefault(block, [])  # counts outlive eviction
         if use:
             for block in set(wanted):
                 self.uses[block].append(self.now)
