@@ -211,11 +211,13 @@ def round_bounds(limit: int, first: int, growth: float, largest: int = 32) -> li
 
 def sparse_step(query, keys, values, estimates, *, block_size, unit_blocks=1, sink_blocks=1, recent_blocks=1, policy="threshold",
                 rule="estimate", threshold=0.85, window=16, group_stop="mean", min_blocks=0, max_blocks=None, top_k=None, top_p=0.9,
-                min_context=0, round_blocks=8, round_growth=1.25, longest=None, softcap=0.0, sinks=None) -> dict:  # fmt: skip
+                min_context=0, round_blocks=8, round_growth=1.25, longest=None, softcap=0.0, sinks=None,
+                estimates_masses=True) -> dict:  # fmt: skip
     """One decode step of one KV head of one row, its newest token included in `keys` [T, D] and `values` [T, Dv].
 
     Args:
         query: [G, D] scaled. estimates: [G, n] estimated log masses of the blocks that have a digest.
+        estimates_masses: the digest's estimates are masses (token-level digests), not only a ranking.
         longest: tokens of the longest row of the batch, which sets how many blocks are ranked at most.
 
     Returns:
@@ -259,4 +261,9 @@ def sparse_step(query, keys, values, estimates, *, block_size, unit_blocks=1, si
     got = mass.exp() if sinks is None else mass.exp() + sinks.double().exp()
     everything = true.sum(-1) if sinks is None else true.sum(-1) + sinks.double().exp()
     left = torch.tensor([sum(row[done:]) for row in estimated], dtype=torch.float64) if candidates else torch.zeros_like(got)
+    if not estimates_masses and candidates:
+        # The digest only ranks: coverage is what the stop rule sees, which has nothing to go by before the first block.
+        seen_by = "window" if rule == "estimate" else rule
+        left = torch.tensor([mass_left(seen_by, row, None, done, window) if done else math.inf for row in true[:, ranked].tolist()],
+                            dtype=torch.float64)  # fmt: skip
     return {"output": output, "mass": mass, "coverage": got / (got + left), "true": got / everything, "read": forced + done}

@@ -340,8 +340,9 @@ class PSALayer(LayerProtocol):
             output, mass, read, coverage = ops.attend(
                 tiers, q, self.table, order, rest, candidates, count, floor, output, mass, sink_logits,
                 round_bounds(order.shape[-1], config.round_blocks, config.round_growth), config.policy,
-                config.stop_rule, config.top_p if config.policy == "top_p" else config.threshold,
-                config.stop_window, config.group_stop == "min", P, self.value_dim, softcap, config.eviction)
+                self._rule(), config.top_p if config.policy == "top_p" else config.threshold,
+                config.stop_window, config.group_stop == "min", P, self.value_dim, softcap, config.eviction,
+                not store.digest.token_level)
         true = self._true_mass(q, softcap) if config.verify else None
         self.stats.record(read + forced[:, None], total, mass, coverage, true, sink_logits)
         if self.pool.tiered:
@@ -413,6 +414,11 @@ class PSALayer(LayerProtocol):
         count = torch.where(short, candidates, count)
         floor = torch.where(short, candidates, torch.minimum(floor, count))
         return count, floor, limit
+
+    def _rule(self) -> str:
+        """The stop rule, or for policies without one the rule that their coverage is reported by."""
+        token_level = self.digests.digest.token_level
+        return "window" if self.config.stop_rule == "estimate" and not token_level else self.config.stop_rule
 
     def _true_mass(self, q, softcap):
         """[B, H, G] log mass of the whole row."""
@@ -547,7 +553,11 @@ class PSALayer(LayerProtocol):
             new.digests = self.digests.clone()
             new.table = self.table.clone()
             self.pool.join(new)
-            new._take_rows(torch.arange(self.batch, device=self.device), release=False)
+            try:
+                new._take_rows(torch.arange(self.batch, device=self.device), release=False)
+            except ValueError:
+                new.reset()
+                raise
         return new
 
     def reset(self) -> None:

@@ -137,8 +137,13 @@ class PSACache(Cache):
         new.config = self.config.replace(**overrides) if overrides else self.config
         new.state = CacheState(new.config, self.state.layers, self.state.pools, self.state.devices,
                                self.state.dense_expected, self.state.warned)
-        new.layers = [layer.fork(new.state) if hasattr(layer, "fork") else copy.deepcopy(layer)
-                      for layer in self.layers]
+        new.layers = []
+        try:
+            for layer in self.layers:
+                new.layers.append(layer.fork(new.state) if hasattr(layer, "fork") else copy.deepcopy(layer))
+        except ValueError:
+            new.reset()                                     # half a fork must not hold on to blocks
+            raise
         return new
 
     def __deepcopy__(self, memo) -> PSACache:

@@ -99,13 +99,14 @@ def _(tiers, query, table, lengths, tail_start, sink_blocks, tail_blocks, block_
 def attend(tiers: list[Tensor], query: Tensor, table: Tensor, order: Tensor, rest: Tensor, candidates: Tensor,
            count: Tensor, floor: Tensor, output: Tensor, mass: Tensor, sinks: Tensor | None, bounds: list[int],
            policy: str, rule: str, threshold: float, window: int, group_min: bool, block_size: int, value_dim: int,
-           softcap: float, eviction: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+           softcap: float, eviction: str, by_rule: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _attend.attend(tiers, query, table, order, rest, candidates, count, floor, output, mass, sinks, bounds,
-                          policy, rule, threshold, window, group_min, block_size, value_dim, softcap, eviction)
+                          policy, rule, threshold, window, group_min, block_size, value_dim, softcap, eviction,
+                          by_rule)
 
 
 @attend.register_fake
 def _(tiers, query, table, order, rest, candidates, count, floor, output, mass, sinks, bounds, policy, rule,
-      threshold, window, group_min, block_size, value_dim, softcap, eviction):
+      threshold, window, group_min, block_size, value_dim, softcap, eviction, by_rule=False):
     B, H, G, _ = query.shape
     return (torch.empty_like(output), torch.empty_like(mass), count.new_empty(B, H), torch.empty_like(mass))

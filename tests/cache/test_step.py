@@ -49,7 +49,7 @@ def expected(text, prompt, end, pads, digest="channel_codes", key_bits=2, block_
                     steps.append(references.sparse_step(
                         query, seen, values[: position + 1], estimates(query, seen), block_size=block_size,
                         unit_blocks=UNIT // block_size if digest == "channel_codes" else 1,
-                        longest=position + 1 + pad, softcap=softcap,
+                        longest=position + 1 + pad, softcap=softcap, estimates_masses=digest in ("channel_codes", "key_bits"),
                         sinks=None if sinks is None else sinks[group], **settings))  # fmt: skip
                 heads.append(torch.stack([step["output"] for step in steps]))
                 found.append(steps)

@@ -17,7 +17,7 @@ from .softmax import block_attention, finite, merge
 
 def attend(tiers, query, table, order, rest, candidates, count, floor, output, mass, sinks, bounds, policy: str,
            rule: str, threshold: float, window: int, group_min: bool, block_size: int, value_dim: int,
-           softcap: float, eviction: str):
+           softcap: float, eviction: str, by_rule: bool = False):
     """Read ranked blocks until the stop rule is satisfied.
 
     Args:
@@ -28,11 +28,12 @@ def attend(tiers, query, table, order, rest, candidates, count, floor, output, m
         sinks: [H, G] log mass of attention sinks that belong to no token, or None. It counts as captured.
         bounds: cumulative numbers of blocks at which the rule is checked.
         policy: "threshold", "top_k" (never stops before `count`) or "top_p" (stops on estimates alone).
+        by_rule: report the coverage that the rule sees, for digests that don't estimate masses; else by the digest.
         group_min: a KV head stops when all of its query heads have passed, else when their mean has.
 
     Returns:
         output [B, H, G, Dv] and mass [B, H, G] (without the sinks), read [B, H] int64 blocks, coverage [B, H, G]
-        estimated from the digest.
+        estimated from the digest, or by the rule.
     """
     B, H, G, D = query.shape
     M = order.shape[-1]
@@ -42,24 +43,28 @@ def attend(tiers, query, table, order, rest, candidates, count, floor, output, m
     rank = torch.arange(M, device=query.device)
     read = torch.zeros(B, H, dtype=torch.int64, device=query.device)
 
-    def passed(done: int):
+    def covered(done: int):
+        """[B, H, G] estimated coverage after `done` ranked blocks, or fewer where a row's budget has ended."""
+        ranked = count.clamp(max=done)                                                           # [B]
+        unread = rest.gather(-1, ranked[:, None, None, None].expand(-1, H, G, 1))                # [B, H, G, 1]
+        if policy == "top_p":
+            return 1.0 - torch.exp(unread[..., 0] - finite(torch.logaddexp(start, rest[..., 0])))
+        captured = _with_sinks(mass, sinks)
+        if done == 0 and rule != "estimate":                         # these rules go by the blocks that they have seen
+            return (candidates == 0)[:, None, None].expand_as(mass).to(mass.dtype)
+        left = RULES[rule](rest=unread, done=0, block_mass=block_mass[..., :done],
+                           read=(rank[:done] < ranked[:, None])[:, None, None],
+                           left=(candidates - ranked)[:, None, None], size=window)
+        return torch.exp(captured - finite(torch.logaddexp(captured, left)))
+
+    def passed(coverage, done: int):
         if policy == "top_k" or (policy == "threshold" and threshold >= 1.0):
             return torch.zeros(B, H, dtype=torch.bool, device=query.device)
-        if policy == "top_p":
-            left = rest[..., done] - finite(torch.logaddexp(start, rest[..., 0]))
-            coverage = 1.0 - torch.exp(left)
-        else:
-            if done == 0 and rule != "estimate":
-                return (candidates == 0)[:, None].expand(B, H)
-            inside = (rank[:done] < candidates[:, None])[:, None, None]                          # [B, 1, 1, done]
-            left = RULES[rule](rest=rest, done=done, block_mass=block_mass[..., :done], read=inside,
-                               left=(candidates - done)[:, None, None], size=window)
-            captured = _with_sinks(mass, sinks)
-            coverage = torch.exp(captured - finite(torch.logaddexp(captured, left)))
         reached = coverage.amin(-1) if group_min else coverage.mean(-1)
         return (reached >= threshold) & (floor <= done)[:, None]
 
-    active = (count > 0)[:, None] & ~passed(0)
+    coverage = covered(0)
+    active = (count > 0)[:, None] & ~passed(coverage, 0)
     low = 0
     for high in bounds:
         if query.device.type == "cpu" and not active.any():
@@ -72,11 +77,13 @@ def attend(tiers, query, table, order, rest, candidates, count, floor, output, m
         output, mass = merge(output, mass, part, part_mass)
         block_mass[..., low:high] = masses
         read += wanted.sum(-1)
-        active = active & ~passed(high) & (count > high)[:, None]
+        coverage = torch.where(active[..., None], covered(high), coverage)
+        active = active & ~passed(coverage, high) & (count > high)[:, None]
         low = high
-    left = rest.gather(-1, read[:, :, None, None].expand(-1, -1, G, 1)).squeeze(-1)
-    captured = _with_sinks(mass, sinks)
-    coverage = torch.exp(captured - finite(torch.logaddexp(captured, left)))
+    if not by_rule:
+        left = rest.gather(-1, read[:, :, None, None].expand(-1, -1, G, 1)).squeeze(-1)
+        captured = _with_sinks(mass, sinks)
+        coverage = torch.exp(captured - finite(torch.logaddexp(captured, left)))
     return output, mass, read, coverage
 
 

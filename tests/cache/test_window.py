@@ -1,0 +1,191 @@
+"""Sliding-window layers: a ring of the last tokens against float64 attention over the window, whatever happens to the rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_sparse import PSACache
+from hf_sparse.cache.window import SLACK, WindowLayer
+from hf_sparse.kernels.reference.dense import exact_attention
+from transformers import MistralConfig
+
+from tests.cache.shadow import Shadow
+
+WINDOW = 6
+CAPACITY = WINDOW + SLACK
+
+
+def make(window: int = WINDOW, layers: int = 2) -> Shadow:
+    config = MistralConfig(hidden_size=32, head_dim=8, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, sliding_window=window)
+    cache = PSACache(config, min_context=0, block_size=4)
+    assert all(isinstance(layer, WindowLayer) for layer in cache.layers)
+    return Shadow(cache, layers, window=window)
+
+
+@pytest.mark.parametrize("window", [1, 2, 6, 40])
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 69, 70, 71, 200])
+def test_prompt_and_decode(length, window):
+    one = make(window)
+    one.feed(length, batch=2)
+    one.decode(3)
+    assert one.cache.get_seq_length() == length + 3
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 90, (30, 1, 30, 1, 30, 1), (69, 1, 1, 1), (200, 5, 100), (7, 64, 65, 66)], ids=lambda sizes: f"{len(sizes)}-pieces")
+def test_the_ring_wraps(sizes):
+    one = make(layers=1)
+    for size in sizes:
+        one.feed(size, batch=2)
+
+
+def test_padding_takes_places_in_the_window():
+    """transformers counts padded positions: a window reaches less far back where there was padding."""
+    one = make()
+    one.feed(20, batch=3, valid=torch.arange(20) >= torch.tensor([[0], [9], [17]]))
+    one.decode(3)
+    holes = torch.ones(3, 9, dtype=torch.bool)
+    holes[0, :4] = holes[1, 2:5] = False
+    one.feed(9, valid=holes)
+    one.decode(8)
+
+
+OPERATIONS = {
+    "reorder": lambda one: one.reorder([2, 0, 0]),
+    "repeat": lambda one: one.repeat(2),
+    "select": lambda one: one.select([2, 0]),
+    "crop": lambda one: one.crop(7),
+    "crop-one": lambda one: one.crop(1),
+    "crop-reorder": lambda one: (one.crop(3), one.reorder([1, 2, 0])),
+    "crop-all": lambda one: one.crop(one.length),
+}
+
+
+@pytest.mark.parametrize("length", [4, 68, 100])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name, length):
+    one = make()
+    one.feed(length, batch=3)
+    one.decode(3)
+    OPERATIONS[name](one)
+    one.feed(5, batch=3)
+    one.decode(3)
+    if one.batch >= 3:
+        OPERATIONS[name](one)
+        one.feed(70, batch=3)
+        one.decode(3)
+
+
+def test_forks_share_nothing():
+    first = make()
+    first.feed(100, batch=2)
+    second = first.fork()
+    for _ in range(3):
+        first.decode(2)
+        second.feed(3)
+    second.crop(5)
+    first.decode(1)
+    second.decode(2)
+
+
+@pytest.mark.parametrize("count", [1, SLACK, SLACK + 1])
+def test_as_many_tokens_can_be_taken_back_as_the_ring_keeps(count):
+    one = make()
+    one.feed(200, batch=2)
+    one.crop(count)
+    one.decode(8)
+
+
+@pytest.mark.parametrize("first", [SLACK + 2, SLACK + 1, 40, 1])
+def test_more_is_refused_and_nothing_changes(first):
+    """The allowance is used up by one crop or by several; new tokens give it back."""
+    one = make()
+    one.feed(200, batch=2)
+    if first > SLACK + 1:
+        with pytest.raises(ValueError, match=f"window of 6 tokens and can take back {SLACK + 1} tokens, not {first}.*Nothing was changed"):
+            one.cache.crop(-first)
+    else:
+        one.crop(first)
+        with pytest.raises(ValueError, match=f"can take back {SLACK + 1 - first} tokens, not {SLACK + 2 - first}"):
+            one.cache.crop(-(SLACK + 2 - first))
+        one.crop(SLACK + 1 - first)
+    one.decode(3)
+    one.crop(3)
+    one.feed(100)
+    one.crop(SLACK + 1)
+    one.decode(4)
+
+
+def test_a_short_text_can_be_cropped_anywhere():
+    for kept in range(0, 60, 7):
+        one = make(layers=1)
+        one.feed(CAPACITY, batch=2)
+        one.crop(CAPACITY - kept)
+        one.feed(5, batch=2)
+        one.decode(2)
+
+
+def test_everything_can_always_be_cropped():
+    one = make()
+    one.feed(300, batch=2)
+    one.crop(300)
+    assert one.cache.get_seq_length() == 0
+    one.feed(100)
+    one.decode(2)
+
+
+def test_recording_the_past_allows_longer_crops():
+    one = make()
+    one.cache.activate_past_recording()
+    one.feed(100, batch=2)
+    one.feed(150)
+    one.crop(150)
+    one.decode(4)
+
+
+def test_a_crop_that_one_layer_refuses_changes_no_other():
+    """In a model with full and sliding layers both keep their tokens."""
+    from transformers import Gemma3TextConfig
+
+    config = Gemma3TextConfig(hidden_size=32, head_dim=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                              sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"])  # fmt: skip
+    cache = PSACache(config, min_context=0, block_size=4)
+    keys = torch.randn(1, 2, 200, 8)
+    for layer in range(2):
+        cache.update(keys, keys, layer)
+    with pytest.raises(ValueError, match="Nothing was changed"):
+        cache.crop(-100)
+    assert [layer.get_seq_length() for layer in cache.layers] == [200, 200]
+
+
+def test_reset_forgets():
+    one = make()
+    one.feed(200, batch=2)
+    one.reset()
+    assert one.cache.get_seq_length() == 0 and one.cache.batch_size == -1
+    one.feed(9, batch=3)
+    one.decode(2)
+
+
+@pytest.mark.parametrize("chunk", [4, 8])
+def test_chunked_attention(chunk):
+    """Llama 4: a token sees its own chunk of its row, counted from the row's first real token."""
+    from hf_sparse.cache.state import CacheState
+    from hf_sparse.config import PSAConfig
+
+    torch.manual_seed(0)
+    layer = WindowLayer(CacheState(PSAConfig(), layers=0), 0, chunk, chunk)
+    pads = torch.tensor([0, 3])
+    total = 30
+    queries, keys, values = (torch.randn(2, 2, total, 8) for _ in range(3))
+    valid = torch.arange(total) >= pads[:, None]
+    outputs = []
+    for low, high in ((0, 13), (13, 14), (14, 15), (15, 25), (25, 26), (26, 30)):
+        key, _ = layer.update(keys[:, :, low:high], values[:, :, low:high])
+        outputs.append(layer.attend(queries[:, :, low:high], key.pending, valid[:, low:high], None, 0.35, 0.0, None, None))
+    position = torch.arange(total) - pads[:, None]
+    same = torch.div(position[:, :, None], chunk, rounding_mode="floor") == torch.div(position[:, None], chunk, rounding_mode="floor")
+    visible = same & (position[:, None] <= position[:, :, None]) & valid[:, None]
+    visible = visible | torch.eye(total, dtype=torch.bool)
+    expected = exact_attention(queries.double(), keys.double(), values.double(), visible[:, None], 0.35)
+    real = valid[:, None, :, None].expand_as(expected)
+    torch.testing.assert_close(torch.cat(outputs, 2)[real].double(), expected[real], rtol=0, atol=1e-5)
