@@ -87,6 +87,10 @@ def main() -> None:
             limit = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
             if threshold >= 1.0 and found["kernel"] > limit:
                 raise SystemExit("kernels are wrong")
+            # Below 1 the int8 query shifts a block or two between kernels and reference, not more.
+            if threshold < 1.0 and (found["apart"] > 0.4 or abs(found["fraction_kernel"] - found["fraction_reference"]) > 0.05
+                                    or abs(found["coverage_kernel"] - found["coverage_reference"]) > 0.05):
+                raise SystemExit("kernels choose other blocks than the reference")
     run = run_id()
     for batch, tokens in ((1, 8192), (1, 32768), (1, 131072), (4, 131072)):
         if batch == 4 and torch.cuda.get_device_properties(0).total_memory < 80e9:

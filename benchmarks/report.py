@@ -65,7 +65,7 @@ def latest(rows: Sequence[dict], key: Callable[[dict], tuple]) -> list[dict]:
     return list({key(row): row for row in rows}.values())
 
 
-# -- decoding -------------------------------------------------------------------------------------------------------
+# -- decoding ------------------------------------------------------------------------------------------------
 
 
 def decode_rows(result: dict) -> list[dict]:
@@ -138,7 +138,7 @@ def decode_check(result: dict) -> str:
                   "logits from dense", "KV read"], out)
 
 
-# -- kernels --------------------------------------------------------------------------------------------------------
+# -- kernels -------------------------------------------------------------------------------------------------
 
 
 def kernel_table(result: dict) -> str:
@@ -181,10 +181,10 @@ def check_table(result: dict) -> str:
     for dtype in dict.fromkeys(entry["dtype"] for entry in checks):
         exact = [entry for entry in checks if entry["dtype"] == dtype and entry["threshold"] >= 1.0]
         below = [entry for entry in checks if entry["dtype"] == dtype and entry["threshold"] < 1.0]
-        worst = lambda name: f"{max(entry[name] for entry in exact):.1e}" if exact else EMPTY  # noqa: E731
+        worst = [f"{max(entry[name] for entry in exact):.1e}" if exact else EMPTY for name in ("kernel", "reference")]
         apart = [abs(entry["fraction_kernel"] - entry["fraction_reference"]) for entry in below]
         out.append([dtype.removeprefix("torch."), str(len({tuple(entry["shape"]) for entry in exact or below})),
-                    worst("kernel"), worst("reference"), f"{max(apart):.3f}" if apart else EMPTY])
+                    *worst, f"{max(apart):.3f}" if apart else EMPTY])
     return table(["type", "shapes", "kernels against float64", "reference against float64",
                   "KV share read, kernels from reference, at most"], out)
 
@@ -196,7 +196,7 @@ def versions(result: dict) -> str:
     return f"{gpu}; " + ", ".join(f"{name} {value}" for name, value in found.items()) + "."
 
 
-# -- the document ---------------------------------------------------------------------------------------------------
+# -- the document --------------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "decode-versions": ("decode_h200.json", versions),

@@ -1,4 +1,4 @@
-"""The documents say what is there: examples run, links lead somewhere, tables are what the code and the results give."""
+"""The documents say what is there: examples run, links lead somewhere, tables are what code and results give."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def indented(text: str) -> list[str]:
     return [line.strip() for line in found]
 
 
-# -- examples -------------------------------------------------------------------------------------------------------
+# -- examples ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -106,13 +106,14 @@ def test_the_table_of_stats_names_every_key(workplace):
         model.generate(torch.randint(3, VOCABULARY, (1, 100)), max_new_tokens=3)
         stats = model.last_psa_cache.stats()
     table = README.split("## Read stats()")[1].split("##")[0]
-    keys = [key for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)]
+    first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    keys = [key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)]
     assert sorted(keys) == sorted(stats)
     assert all(f"`{name}`" in table for name in stats["bytes"])
     assert {"captured_log_mass", "history", "kind"} <= set(stats["layers"][0])
 
 
-# -- what documents point at ----------------------------------------------------------------------------------------
+# -- what documents point at ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -170,7 +171,7 @@ def test_warnings_of_the_guide_are_given_by_the_library():
     assert source.count("warnings.warn(") == len(phrases)
 
 
-# -- generated parts ------------------------------------------------------------------------------------------------
+# -- generated parts -----------------------------------------------------------------------------------------
 
 
 def test_settings_of_the_guide_are_those_of_the_config():
@@ -178,7 +179,7 @@ def test_settings_of_the_guide_are_those_of_the_config():
     rows = re.findall(r"^\| (`.+?) \| (`.+?`) \| (.+) \|$", GUIDE, re.MULTILINE)
     documented = {}
     for names, values, _ in rows:
-        documented.update(zip(re.findall(r"`(\w+)`", names), re.findall(r"`(.+?)`", values)))
+        documented.update(zip(re.findall(r"`(\w+)`", names), re.findall(r"`(.+?)`", values), strict=True))
     defaults = {field.name: getattr(PSAConfig(), field.name) for field in dataclasses.fields(PSAConfig)}
     assert {name: ast.literal_eval(value) for name, value in documented.items()} == defaults
 
@@ -279,11 +280,11 @@ def test_report_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-# -- the layers of docs/design.md -----------------------------------------------------------------------------------
+# -- the layers of docs/design.md ----------------------------------------------------------------------------
 
 # Modules may import from their own group and from those to the right of it.
-ORDER = ["commands", "evaluation", "patches", "cache", "kernels", "digests", "selection", "eviction", "compat", "config",
-         "sizes"]
+ORDER = ["commands", "evaluation", "patches", "cache", "kernels", "digests", "selection", "eviction", "compat",
+         "config", "sizes"]
 
 
 def imported(path: pathlib.Path) -> set[str]:

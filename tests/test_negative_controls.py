@@ -1,7 +1,7 @@
-"""The parity tests notice what they are there for: with one part of the library broken, the matching scenario differs.
+"""The parity tests notice what they are there for: with a part of the library broken, a scenario differs.
 
-Every control replaces one method by one that forgets a single thing, runs a scenario that passes otherwise, and wants
-another result; an error would not do, as a parity test could then pass by accident of the error's absence.
+Every control replaces one method by one that forgets a single thing, runs a scenario that passes otherwise,
+and wants another result. An error would not do: it says nothing about what the comparison can see.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def wide_window(monkeypatch):
     """Sliding layers see everything."""
     build = WindowLayer.__init__
     monkeypatch.setattr(
-        WindowLayer, "__init__", lambda self, state, index, window, chunk=None: build(self, state, index, 500, chunk)
+        WindowLayer,
+        "__init__",
+        lambda self, state, index, window, chunk=None: build(self, state, index, 500, chunk),
     )
 
 
@@ -39,7 +41,7 @@ def without(cls, method: str, **arguments):
 
         @functools.wraps(original)
         def forgetful(self, *args, **kwargs):
-            given = {**dict(zip(names[1:], args)), **kwargs}
+            given = {**dict(zip(names[1:], args, strict=False)), **kwargs}
             return original(self, **{**given, **arguments})
 
         monkeypatch.setattr(cls, method, forgetful)
@@ -114,7 +116,9 @@ CONTROLS = [
 
 
 def differ(ours: dict, expected: dict) -> bool:
-    if ours["tokens"].shape != expected["tokens"].shape or not torch.equal(ours["tokens"], expected["tokens"]):
+    if ours["tokens"].shape != expected["tokens"].shape or not torch.equal(
+        ours["tokens"], expected["tokens"]
+    ):
         return True
     return (ours["scores"] - expected["scores"]).abs().max().item() > 10 * LOGIT_TOLERANCE
 
@@ -143,7 +147,7 @@ def test_drafts_leave_digests_behind_without_their_crop(monkeypatch):
 
 
 def test_offloaded_differs_without_write_through(monkeypatch):
-    """Blocks that close while decoding reach the host tier; what is evicted before that would come back empty."""
+    """Blocks that close while decoding reach the host tier; what is evicted without that comes back empty."""
     ids, mask = pad_left(padded_prompts())
 
     def long_answer(model, make_cache):
@@ -151,7 +155,9 @@ def test_offloaded_differs_without_write_through(monkeypatch):
 
     def offloaded():
         run = functools.partial(SPARSE.replace, host_memory="64MiB", eviction="fifo")
-        return at_the_smallest_budget(lambda budget: run_patched("llama", long_answer, run(gpu_memory=budget)))
+        return at_the_smallest_budget(
+            lambda budget: run_patched("llama", long_answer, run(gpu_memory=budget))
+        )
 
     resident = run_patched("llama", long_answer, SPARSE)
     assert not differ(offloaded(), resident)

@@ -1,8 +1,8 @@
 """Below threshold 1 blocks are skipped, and what is left does not depend on how one generates.
 
-Random models have no right answer to a sparse step, so a run is compared with another way to the same result: the row
-alone instead of in a padded batch, the prompt at once instead of in chunks, everything resident instead of offloaded.
-Prefill is exact in all of them, so the first logits of every run are those of dense attention.
+Random models have no right answer to a sparse step, so a run is compared with another way to the same result:
+the row alone instead of in a padded batch, the prompt at once instead of in chunks, everything resident
+instead of offloaded. Prefill is exact in all of them, so first logits are those of dense attention.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from tests.scenarios import (
     run_generate,
 )
 
-SPARSE = PSAConfig(threshold=0.6, digest="key_bits", min_context=0, block_size=4, round_blocks=4, round_growth=2.0)
+SPARSE = PSAConfig(
+    threshold=0.6, digest="key_bits", min_context=0, block_size=4, round_blocks=4, round_growth=2.0
+)
 FULL_ATTENTION = [family for family in FAMILIES if family not in WITHOUT_FULL_ATTENTION]
-# One of each attention pattern: plain, softcap and windows, sink logits and windows, three query heads a KV head.
+# One of each pattern: plain, softcap and windows, sink logits and windows, three query heads a KV head.
 PATTERNS = ["llama", "gemma2", "gpt_oss", "qwen2"]
 
 
@@ -76,10 +78,10 @@ def test_skips_blocks(family, scenario):
 
 @torch.no_grad()
 def by_verification(model, make_cache, tokens: torch.Tensor) -> tuple[torch.Tensor, object]:
-    """Logits [steps, vocabulary] of `tokens` [steps], fed with wrong drafts among them that are cropped again.
+    """Logits [steps, vocabulary] of `tokens` [steps], fed with wrong drafts among them that are cropped.
 
-    Every forward has four tokens of which one to four are right. transformers' own assisted decoding verifies its
-    first drafts together with the prompt, where attention is dense.
+    Every forward has four tokens of which one to four are right. transformers' own assisted decoding verifies
+    its first drafts together with the prompt, where attention is dense.
     """
     cache = make_cache()
     model(input_ids=make_prompt(PROMPT_LENGTH, seed=1)[None], past_key_values=cache, use_cache=True)
@@ -108,7 +110,7 @@ def test_verified_drafts_are_plain_decoding(family):
     assert cache.stats()["sparse_steps"] > plain["cache"].stats()["sparse_steps"] == len(tokens)
 
 
-# The default digest has units of 128 tokens whatever the block size: prompts of two units, and more, are needed.
+# The default digest has units of 128 tokens whatever the block size, so prompts of two units and more.
 LONG = (300, 271, 289)
 DIGESTS = {
     "key_bits": dict(),
@@ -117,13 +119,15 @@ DIGESTS = {
 }
 # Digests see no more of a model than its keys, so four families are enough for the others.
 DIGESTED = [
-    (family, digest) for digest in DIGESTS for family in (FULL_ATTENTION if digest == "key_bits" else PATTERNS)
+    (family, digest)
+    for digest in DIGESTS
+    for family in (FULL_ATTENTION if digest == "key_bits" else PATTERNS)
 ]
 
 
 @torch.no_grad()
 def long_batch(model, make_cache, rows=slice(None), **kwargs) -> dict:
-    """Some rows of a left-padded batch of three long prompts; those that are left are padded no more than needed."""
+    """Some rows of a left-padded batch of three long prompts, padded no more than those rows need."""
     prompts = [make_prompt(length, seed=50 + i) for i, length in enumerate(LONG)][rows]
     ids, mask = pad_left(prompts)
     return run_generate(model, make_cache(), input_ids=ids, attention_mask=mask, max_new_tokens=8, **kwargs)
@@ -234,7 +238,7 @@ def test_other_settings_skip_and_repeat(family, settings):
 @pytest.mark.parametrize("scenario", ["greedy", "padded", "beams", "chunked_prefill", "continued_padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unpatched_is_exact_with_one_warning(family, scenario):
-    """The same cache on a model that is not patched: dense keys and values, whatever the threshold, said once."""
+    """On a model that is not patched: dense keys and values, whatever the threshold, and it is said once."""
     if upstream_failure(family, scenario):
         pytest.skip(upstream_failure(family, scenario).reason)
     model = get_model(family)
@@ -263,7 +267,9 @@ def test_unpatched_between_two_turns():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                logits += [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(low, high)]
+                logits += [
+                    model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(low, high)
+                ]
         finally:
             unpatch_model(model)
     torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=0, atol=LOGIT_TOLERANCE)

@@ -1,6 +1,7 @@
 """Bad input is refused by name, before anything is computed, and what was in the cache is still there.
 
-Settings that make no sense by themselves are in test_config.py; here are models, caches and calls that don't fit.
+Settings that make no sense by themselves are in test_config.py; here are models, caches and calls that don't
+fit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import warnings
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_sparse import PSACache, patch_model, patched, unpatch_model
 from hf_sparse.sizes import parse_bytes
@@ -43,7 +51,9 @@ def go_on(model, cache, rows: int = 1) -> torch.Tensor:
     """Logits of six more tokens: three at once, then one by one."""
     new = torch.stack([make_prompt(6, seed=80 + i) for i in range(rows)])
     first = model(input_ids=new[:, :3], past_key_values=cache, use_cache=True).logits
-    rest = [model(input_ids=new[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(3, 6)]
+    rest = [
+        model(input_ids=new[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(3, 6)
+    ]
     return torch.cat([first, *rest], 1)
 
 
@@ -73,7 +83,9 @@ def feed(model, cache, rows=1, count=1, **kwargs):
 def generate(model, cache, ids=None, **kwargs):
     if ids is None:
         ids = torch.cat([prompt()[0], make_prompt(5, seed=91)[None]], 1)
-    return run_generate(model, cache, input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, **kwargs)
+    return run_generate(
+        model, cache, input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, **kwargs
+    )
 
 
 def train(model, cache):
@@ -85,14 +97,22 @@ def train(model, cache):
 
 
 BAD_CALLS = {
-    "batch": (ValueError, "holds 1 sequence.* has 2.*batch_repeat_interleave", lambda m, c: feed(m, c, rows=2)),
+    "batch": (
+        ValueError,
+        "holds 1 sequence.* has 2.*batch_repeat_interleave",
+        lambda m, c: feed(m, c, rows=2),
+    ),
     "batch_of_generate": (
         ValueError,
         "holds 1 sequence",
         lambda m, c: generate(m, c, do_sample=True, num_return_sequences=3),
     ),
     "beams_on_one_row": (ValueError, "holds 1 sequence", lambda m, c: generate(m, c, num_beams=2)),
-    "attentions": (NotImplementedError, "output_attentions.*eager", lambda m, c: feed(m, c, output_attentions=True)),
+    "attentions": (
+        NotImplementedError,
+        "output_attentions.*eager",
+        lambda m, c: feed(m, c, output_attentions=True),
+    ),
     "attentions_of_generate": (
         NotImplementedError,
         "output_attentions.*eager",
@@ -118,7 +138,11 @@ BAD_CALLS = {
     ),
     "copy": (TypeError, r"cache\.fork\(\)", lambda m, c: copy.copy(c)),
     "pickle": (TypeError, "can't be pickled", lambda m, c: pickle.dumps(c)),
-    "fork_with_other_blocks": (ValueError, "block_size.*can change: threshold", lambda m, c: c.fork(block_size=8)),
+    "fork_with_other_blocks": (
+        ValueError,
+        "block_size.*can change: threshold",
+        lambda m, c: c.fork(block_size=8),
+    ),
     "fork_with_unknown_field": (ValueError, "thresold", lambda m, c: c.fork(thresold=0.5)),
 }
 
@@ -188,13 +212,15 @@ def test_crop_of_more_than_a_window_keeps():
     model = get_model("gemma3")
     with patched(model, SPARSE):
         cache, twin = filled(model, length=200), filled(model, length=200)
-        with pytest.raises(ValueError, match="window of 16 tokens and can take back .* not 150.*activate_past"):
+        with pytest.raises(
+            ValueError, match="window of 16 tokens and can take back .* not 150.*activate_past"
+        ):
             cache.crop(-150)
         assert cache.tokens == 200
         assert torch.equal(go_on(model, cache), go_on(model, twin))
 
 
-# -- budgets ----------------------------------------------------------------------------------------------------------
+# -- budgets ---------------------------------------------------------------------------------------
 
 
 def named_bytes(error: pytest.ExceptionInfo) -> int:
@@ -203,7 +229,7 @@ def named_bytes(error: pytest.ExceptionInfo) -> int:
 
 
 def least_bytes(model, rows: int = 1, **settings) -> int:
-    """The smallest gpu_memory (or host_memory, where the former is given) for the prompt and what `go_on` adds."""
+    """The smallest gpu_memory (host_memory, where the former is given) for the prompt and `go_on`."""
     name = "host_memory" if "gpu_memory" in settings else "gpu_memory"
     size = 2000
     while True:
@@ -273,7 +299,7 @@ def test_budget_below_any_sequence():
     PSACache(config, SPARSE, gpu_memory=named_bytes(error), host_memory="64MiB")
 
 
-# -- building a cache -------------------------------------------------------------------------------------------------
+# -- building a cache ------------------------------------------------------------------------------
 
 
 def test_cache_needs_a_config():
@@ -315,7 +341,7 @@ def test_settings_are_refused_at_every_door(door, settings, error, message):
     assert model.config._attn_implementation == "eager"
 
 
-# -- models that can't be served --------------------------------------------------------------------------------------
+# -- models that can't be served -------------------------------------------------------------------
 
 
 def tiny_t5():

@@ -51,7 +51,7 @@ class BlockPool:
         self.free = torch.empty(0, dtype=torch.int64, device=device)
         self.cursor = 0                                                    # ids of `free` handed out so far
         self.dirty = False                                                 # blocks were dropped since the last sweep
-        self.side = 0                                                      # bytes of digests and tables beside it
+        self.side = 0                                                      # bytes of digests and tables (no host tier)
         self.version = next_version()
         self.host = None
         if host_bytes != 0:
@@ -167,18 +167,18 @@ class BlockPool:
             total = self.slots + needed + extra
             if self.budget is not None:
                 total = self.slots + needed                 # what is left may have to go to digests and tables
-                self.check_budget(total)
+                self.check_budget(total, self.side)
             first, self.kv = self.slots, _extend(self.kv, total)
             self.version = next_version()
         fresh = torch.arange(first, total, device=self.device)
         self.free, self.cursor = torch.cat([self.free[self.cursor:], fresh]), 0
 
-    def check_budget(self, slots: int) -> None:
-        """Raise if so many slots, beside digests and tables, are more than a pool without a host tier may take."""
-        if self.budget is not None and slots * self.block_bytes + self.side > self.budget:
+    def check_budget(self, slots: int, side: int) -> None:
+        """Raise if so many slots, beside `side` bytes, are more than a pool without a host tier may take."""
+        if self.budget is not None and slots * self.block_bytes + side > self.budget:
             raise ValueError(
                 f"gpu_memory is used up: this context needs at least "
-                f"{format_bytes(slots * self.block_bytes + self.side)} and there is no host tier. Raise gpu_memory or "
+                f"{format_bytes(slots * self.block_bytes + side)} and there is no host tier. Raise gpu_memory or "
                 "set host_memory. Nothing in the cache was lost.")
 
     # -- slots of a tiered pool ---------------------------------------------------------------------------------

@@ -70,9 +70,10 @@ class CacheState:
         columns = max((user.table.shape[2] for user in users if id(user) in mine), default=0)
         sizes = [(user, rows, columns) if id(user) in mine else (user, user.batch, user.table.shape[2]) for user in users]
         scale = max(1.0, self.layers / len(users)) if self.devices == 1 else 1.0
-        other = pool.side = int(sum(user.side_bytes(*size) for user, *size in sizes) * scale)
+        other = int(sum(user.side_bytes(*size) for user, *size in sizes) * scale)
         if not pool.tiered:
-            pool.check_budget(pool.slots + pool.lacking(ids))
+            pool.check_budget(pool.slots + pool.lacking(ids), other)
+            pool.side = other
             return
         pinned = int(sum(user.pinned_blocks(batch) for user, batch, _ in sizes) * scale)
         least = 1 + pinned + max(batch * user.heads * largest_round(user.config.round_blocks) for user, batch, _ in sizes)

@@ -26,10 +26,9 @@ def _chunk(desc, kv, row, ranked, estimate, width, element, qq, total, scale, so
     weight = tl.zeros([RQ], tl.float32)
     acc = tl.zeros([RQ, DVP], tl.float32)
     for low in range(0, CB * P, TT):
-        # Ranks past the planned ones hold older numbers; read at once, and dropped.
         rank = chunk * CB + (low + rt) // P
         seen = rank < planned
-        n = tl.where(seen, tl.load(ranked + rank), 0)
+        n = tl.load(ranked + rank, mask=seen, other=0)
         slot = tl.load(row + n, mask=seen, other=0) * element
         inside = (low + rt) % P
         k_at = kv + (slot + inside * D)[None, :] + rd[:, None]
@@ -51,7 +50,7 @@ def _chunk(desc, kv, row, ranked, estimate, width, element, qq, total, scale, so
     tl.store(part + chunk * GP * DVP + rq[:, None] * DVP + rv[None, :], acc / weight[:, None], mask=keep[:, None])
     tl.store(part_mass + chunk * GP + rq, top + tl.log2(weight), mask=keep)
     rank = chunk * CB + rc
-    n = tl.where(rank < planned, tl.load(ranked + rank), 0)
+    n = tl.load(ranked + rank, mask=rank < planned, other=0)
     e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(rank < planned)[None, :], other=float("-inf"))
     tl.store(part_left + chunk * GP + rg, tl.sum(tl.exp2(e - total[:, None]), 1))
 

@@ -87,7 +87,7 @@ class DecodeWork:
         chunks = -(-width // chunk_blocks(self.policy))
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
-        self.estimate, self.share = new(B, H, GP, width), new(B, H, 2, width)
+        self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
         self.ranked = new(B, H, 2, width, dtype=torch.int64)
         self.part, self.part_mass = new(B, H, chunks, GP, value_pad), new(B, H, chunks, GP)
         self.part_left = new(B, H, chunks, GP)
@@ -113,21 +113,21 @@ def bounds_flags(policy: DecodePolicy, device: torch.device, blocks: int = 2**16
 class Tuning:
     """Launch parameters, by measurement (benchmarks/kernels.py --sweep)."""
 
-    append_warps: int = 8
-    append_tile: int = 64
+    append_warps: int = 4
+    append_tile: int = 32
     append_stages: int = 1
-    score_waves: int = 16           # programs of the ranking kernel for each processor
+    score_waves: int = 12           # programs of the ranking kernel for each processor
     score_warps: int = 1
-    score_columns: int = 4
+    score_columns: int = 8
     score_stages: int = 1
-    score_registers: int | None = 128
+    score_registers: int | None = None
     select_tile: int = 4096
-    select_warps: int = 32
+    select_warps: int = 16
     chunk_blocks: int = 4
     attend_tile: int = 64
     attend_warps: int = 4
     attend_waves: int = 2
-    attend_stages: int = 2
+    attend_stages: int = 1
     merge_tile: int = 32            # chunks merged at once
     parallel: bool = True           # append beside the ranking, on a second stream
 

@@ -13,51 +13,39 @@ from .append import softcap_log2
 
 
 @triton.jit
-def _field(codes, FIELD: tl.constexpr, PTX: tl.constexpr):
-    """One field of packed bytes as int8, four bytes an instruction where inline PTX runs.
-
-    FIELD 0 to 3: the 2-bit fields, from the lowest; 4 and 5: the nibbles. Fields in the middle of a byte stay where they
-    are, which multiplies the codes by 4 (FIELD 1) or 16 (FIELD 2, and 3 shifted down to it); the caller divides.
-    """
+def _field(codes, SHIFT: tl.constexpr, MASK: tl.constexpr, PTX: tl.constexpr):
+    """(codes >> SHIFT) & MASK of packed bytes, four at a time where inline PTX runs."""
     if PTX:
-        if FIELD == 0:
-            return tl.inline_asm_elementwise("and.b32 $0, $1, 0x03030303;", "=r,r", [codes], dtype=tl.int8,
-                                             is_pure=True, pack=4)
-        elif FIELD == 1:
-            return tl.inline_asm_elementwise("and.b32 $0, $1, 0x0C0C0C0C;", "=r,r", [codes], dtype=tl.int8,
-                                             is_pure=True, pack=4)
-        elif FIELD == 2:
-            return tl.inline_asm_elementwise("and.b32 $0, $1, 0x30303030;", "=r,r", [codes], dtype=tl.int8,
-                                             is_pure=True, pack=4)
-        elif FIELD == 3:
-            return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 2; and.b32 $0, t, 0x30303030; }", "=r,r",
+        if SHIFT == 0:
+            if MASK == 15:
+                return tl.inline_asm_elementwise("and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [codes], dtype=tl.int8,
+                                                 is_pure=True, pack=4)
+            else:
+                return tl.inline_asm_elementwise("and.b32 $0, $1, 0x03030303;", "=r,r", [codes], dtype=tl.int8,
+                                                 is_pure=True, pack=4)
+        elif SHIFT == 2:
+            return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 2; and.b32 $0, t, 0x03030303; }", "=r,r",
                                              [codes], dtype=tl.int8, is_pure=True, pack=4)
-        elif FIELD == 4:
-            return tl.inline_asm_elementwise("and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [codes], dtype=tl.int8,
-                                             is_pure=True, pack=4)
-        else:
+        elif SHIFT == 6:
+            return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 6; and.b32 $0, t, 0x03030303; }", "=r,r",
+                                             [codes], dtype=tl.int8, is_pure=True, pack=4)
+        elif MASK == 15:
             return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }", "=r,r",
                                              [codes], dtype=tl.int8, is_pure=True, pack=4)
-    else:
-        wide = codes.to(tl.int32)
-        if FIELD == 0:
-            return (wide & 3).to(tl.int8)
-        elif FIELD == 1:
-            return (wide & 12).to(tl.int8)
-        elif FIELD == 2:
-            return (wide & 48).to(tl.int8)
-        elif FIELD == 3:
-            return ((wide >> 2) & 48).to(tl.int8)
-        elif FIELD == 4:
-            return (wide & 15).to(tl.int8)
         else:
-            return ((wide >> 4) & 15).to(tl.int8)
+            return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x03030303; }", "=r,r",
+                                             [codes], dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        return ((codes.to(tl.int32) >> SHIFT) & MASK).to(tl.int8)
 
 
 @triton.jit
-def _to_int8(w, inverse):
-    """Round w * inverse, within +-127, to int8: the low byte of the float whose unit in the last place is 1."""
-    return (w * inverse[None, :] + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+def _int8_query(q, step):
+    """q [R, N] fp32 with the unit's scales [R] folded in, as int8 and its scale [N]."""
+    w = q * step[:, None]
+    top = tl.max(tl.abs(w), 0) + 1e-20
+    w = w * (127.0 / top)[None, :]
+    return (w + tl.where(w >= 0, 0.5, -0.5)).to(tl.int8), top * (1.0 / 127.0)
 
 
 @triton.jit
@@ -156,24 +144,23 @@ def score_kernel(desc, Q, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.const
             ma = tl.load(minima + R4 + ra).to(tl.float32)
             mb = tl.load(minima + R4 + RA + rb, mask=inb, other=0.0).to(tl.float32)
             base = constant + tl.sum(q4 * m4[:, None], 0) + tl.sum(qa * ma[:, None], 0) + tl.sum(qb * mb[:, None], 0)
-            w4 = q4 * tl.load(scales + r4, mask=in4, other=0.0).to(tl.float32)[:, None]
-            wa = qa * tl.load(scales + R4 + ra).to(tl.float32)[:, None]
-            wb = qb * tl.load(scales + R4 + RA + rb, mask=inb, other=0.0).to(tl.float32)[:, None]
-            top4 = tl.max(tl.abs(w4), 0) + 1e-20
-            top2 = tl.maximum(tl.max(tl.abs(wa), 0), tl.max(tl.abs(wb), 0)) + 1e-20
-            i4 = _to_int8(w4, 127.0 / top4)
-            ia, ib = _to_int8(wa, 127.0 / top2), _to_int8(wb, 127.0 / top2)
-            a4, a2 = top4 * (1.0 / 127.0), top2 * (1.0 / 127.0)
+            i4, a4 = _int8_query(q4, tl.load(scales + r4, mask=in4, other=0.0).to(tl.float32))
+            ia, aa = _int8_query(qa, tl.load(scales + R4 + ra).to(tl.float32))
+            ib, ab = _int8_query(qb, tl.load(scales + R4 + RA + rb, mask=inb, other=0.0).to(tl.float32))
             out = estimate + u * UB
-            s = tl.dot(_field(x0, 4, PTX), i4).to(tl.float32) * a4[None, :]
-            s += (tl.dot(_field(y, 0, PTX), ia) + tl.dot(_field(z, 0, PTX), ib)).to(tl.float32) * a2[None, :]
+            s = tl.dot(_field(x0, 0, 15, PTX), i4).to(tl.float32) * a4[None, :]
+            s += tl.dot(_field(y, 0, 3, PTX), ia).to(tl.float32) * aa[None, :]
+            s += tl.dot(_field(z, 0, 3, PTX), ib).to(tl.float32) * ab[None, :]
             c = _store_masses(s, base, out, width, 0, softcap, tl.zeros([GP], tl.float32), N, GP, ROWS, P, CAP)
-            s = tl.dot(_field(x1, 4, PTX), i4).to(tl.float32) * a4[None, :]
-            s += (tl.dot(_field(y, 1, PTX), ia) + tl.dot(_field(z, 1, PTX), ib)).to(tl.float32) * (a2 * 0.25)[None, :]
+            s = tl.dot(_field(x1, 0, 15, PTX), i4).to(tl.float32) * a4[None, :]
+            s += tl.dot(_field(y, 2, 3, PTX), ia).to(tl.float32) * aa[None, :]
+            s += tl.dot(_field(z, 2, 3, PTX), ib).to(tl.float32) * ab[None, :]
             c = _store_masses(s, base, out, width, 1, softcap, c, N, GP, ROWS, P, CAP)
-            s = tl.dot(_field(x0, 5, PTX), i4).to(tl.float32) * a4[None, :]
-            s += (tl.dot(_field(y, 2, PTX), ia) + tl.dot(_field(z, 2, PTX), ib)).to(tl.float32) * (a2 * 0.0625)[None, :]
+            s = tl.dot(_field(x0, 4, 15, PTX), i4).to(tl.float32) * a4[None, :]
+            s += tl.dot(_field(y, 4, 3, PTX), ia).to(tl.float32) * aa[None, :]
+            s += tl.dot(_field(z, 4, 3, PTX), ib).to(tl.float32) * ab[None, :]
             c = _store_masses(s, base, out, width, 2, softcap, c, N, GP, ROWS, P, CAP)
-            s = tl.dot(_field(x1, 5, PTX), i4).to(tl.float32) * a4[None, :]
-            s += (tl.dot(_field(y, 3, PTX), ia) + tl.dot(_field(z, 3, PTX), ib)).to(tl.float32) * (a2 * 0.0625)[None, :]
+            s = tl.dot(_field(x1, 4, 15, PTX), i4).to(tl.float32) * a4[None, :]
+            s += tl.dot(_field(y, 6, 3, PTX), ia).to(tl.float32) * aa[None, :]
+            s += tl.dot(_field(z, 6, 3, PTX), ib).to(tl.float32) * ab[None, :]
             _store_masses(s, base, out, width, 3, softcap, c, N, GP, ROWS, P, CAP)

@@ -1,7 +1,7 @@
 """Select kernel: which blocks to read, in which order, without sorting all of them.
 
-A search over the bits of the shares, eight thresholds at a time, finds the share above which enough mass (or the budget) is
-gathered. Only the blocks above are ranked exactly, against each other.
+Two histograms of the shares' bits, 256 bins each and the second inside one bin of the first, say above which share enough
+mass (or the budget) is gathered. Only the blocks above are ranked exactly, against each other.
 """
 from __future__ import annotations
 
@@ -10,20 +10,8 @@ import triton.language as tl
 
 from . import descriptor as d
 
-# The search covers this many octaves below the largest share, in 8^4 steps: 0.4% wide.
+# The first histogram covers this many octaves below the largest share in bins of an eighth, the second in 1/2048.
 OCTAVES = 24
-
-
-@triton.jit
-def _add(mass_a, count_a, mass_b, count_b):
-    return mass_a + mass_b, count_a + count_b
-
-
-@triton.jit
-def _above(s, bits, cuts):
-    """Sum and number of the shares s [TILE] whose bits reach each of the cuts [K]."""
-    over = bits[None, :] >= cuts[:, None]
-    return tl.reduce((tl.where(over, s[None, :], 0.0), over.to(tl.int32)), 1, _add)
 
 
 @triton.jit
@@ -55,79 +43,77 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
 
     width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
     estimate = d.address(desc, d.ESTIMATE, tl.float32) + pid * GP * width
-    share = d.address(desc, d.SHARE, tl.float32) + pid * 2 * width
-    listed_share = share + width
+    share = d.address(desc, d.SHARE, tl.float32) + pid * width
     ranked = d.address(desc, d.RANKED, tl.int64) + pid * 2 * width
     listed = ranked + width
     rg, rt = tl.arange(0, GP), tl.arange(0, TILE)
 
-    # The first tile of blocks stays in registers, and usually is all there is.
-    live = (rg < G)[:, None]
-    there = (rt >= SINK) & (rt < start)
-    e0 = tl.load(estimate + rg[:, None] * width + rt[None, :], mask=there[None, :], other=float("-inf"))
-    forced_mass = tl.load(MF + pid * GP + rg)
-    top = tl.maximum(forced_mass, tl.max(e0, 1))
-    for low in range(TILE, start, TILE):
+    top = tl.load(MF + pid * GP + rg)
+    total = tl.full([GP], 1.0, tl.float32)
+    for low in range(0, start, TILE):
         n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
-        top = tl.maximum(top, tl.max(e, 1))
-    w0 = tl.exp2(e0 - top[:, None])
-    total = tl.exp2(forced_mass - top) + tl.sum(w0, 1)
-    for low in range(TILE, start, TILE):
-        n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
-        total += tl.sum(tl.exp2(e - top[:, None]), 1)
-    tl.store(TOT + pid * GP + rg, top + tl.log2(total))
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :], other=float("-inf"))
+        peak = tl.maximum(top, tl.max(e, 1))
+        total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(e - peak[:, None]), 1)
+        top = peak
+    total = top + tl.log2(total)
+    tl.store(TOT + pid * GP + rg, total)
 
-    part = 1.0 / (total * G)
-    s0 = tl.sum(tl.where(live, w0 * part[:, None], 0.0), 0)
-    tl.store(share + rt, s0, mask=rt < width)
-    largest, everything = tl.max(s0, 0), tl.sum(s0, 0)
-    for low in range(TILE, start, TILE):
+    live = (rg < G)[:, None]
+    largest = 0.0
+    everything = 0.0
+    for low in range(0, start, TILE):
         n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
-        s = tl.sum(tl.where(live, tl.exp2(e - top[:, None]) * part[:, None], 0.0), 0)
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :], other=float("-inf"))
+        s = tl.sum(tl.where(live, tl.exp2(e - total[:, None]), 0.0), 0) / G
         tl.store(share + n, s, mask=n < width)
         largest = tl.maximum(largest, tl.max(s, 0))
         everything += tl.sum(s, 0)
-    bits0 = tl.where(there, s0.to(tl.int32, bitcast=True), -1)
+    tl.debug_barrier()
     # Find the highest threshold, as bits, above which there is enough.
     need = everything - (1.0 - threshold - slack)
     bottom = tl.maximum(largest.to(tl.int32, bitcast=True) + 1 - (OCTAVES << 23), 1)
-    unit = (largest.to(tl.int32, bitcast=True) + 1 - bottom + 4095) // 4096
-    step = unit * 512
-    cut = bottom
-    rk = tl.arange(0, 8)
-    for level in tl.static_range(4):
-        cuts = cut + rk * step
-        mass, above = _above(s0, bits0, cuts)
-        for low in range(TILE, start, TILE):
+    rb = tl.arange(0, 256)
+    counts = tl.zeros([256], tl.int32)
+    for low in range(0, start, TILE):
+        n = low + rt
+        bits = tl.load(share + n, mask=n < width, other=0.0).to(tl.int32, bitcast=True) - bottom
+        counts += tl.histogram(tl.maximum(bits, 0) >> 20, 256, mask=bits >= 0)
+    middle = (bottom + (rb << 20) + (1 << 19)).to(tl.float32, bitcast=True)
+    middle = tl.where(counts > 0, counts * middle, 0.0)
+    mass = tl.cumsum(middle, 0, reverse=True)
+    above = tl.cumsum(counts, 0, reverse=True)
+    by_mass = (mass >= need) & (above >= floor) & (short == 0)
+    enough = (above >= count) | (by_mass & (not NEVER))
+    best = tl.max(tl.where(enough, rb, -1), 0)
+    if best >= 0:
+        inside = rb == best
+        mass_before = tl.sum(tl.where(inside, mass - middle, 0.0), 0)
+        above_before = tl.sum(tl.where(inside, above - counts, 0), 0)
+        edge = bottom + (best << 20)
+        counts = tl.zeros([256], tl.int32)
+        for low in range(0, start, TILE):
             n = low + rt
-            s = tl.load(share + n, mask=n < start, other=0.0)
-            more_mass, more = _above(s, tl.where(n < start, s.to(tl.int32, bitcast=True), -1), cuts)
-            mass += more_mass
-            above += more
+            bits = tl.load(share + n, mask=n < width, other=0.0).to(tl.int32, bitcast=True) - edge
+            in_bin = (bits >= 0) & (bits < (1 << 20))
+            counts += tl.histogram(tl.where(in_bin, bits, 0) >> 12, 256, mask=in_bin)
+        middle = (edge + (rb << 12) + (1 << 11)).to(tl.float32, bitcast=True)
+        mass = mass_before + tl.cumsum(counts * middle, 0, reverse=True)
+        above = above_before + tl.cumsum(counts, 0, reverse=True)
         by_mass = (mass >= need) & (above >= floor) & (short == 0)
-        best = tl.max(tl.where((above >= count) | (by_mass & (not NEVER)), rk, -1), 0)
-        if level == 0:
-            # Not even the lowest threshold: everything is needed.
-            cut, step = tl.where(best < 0, 0, cut), tl.where(best < 0, 0, step)
-        cut += tl.maximum(best, 0) * step
-        step = step // 8
+        enough = (above >= count) | (by_mass & (not NEVER))
+        cut = edge + (tl.maximum(tl.max(tl.where(enough, rb, -1), 0), 0) << 12)
+    else:
+        cut = 0                                             # all of them are not enough
 
-    keep = bits0 >= cut
-    seen = tl.cumsum(keep.to(tl.int32), 0)
-    tl.store(listed + seen - 1, rt.to(tl.int64), mask=keep)
-    tl.store(listed_share + seen - 1, s0, mask=keep)
-    found = tl.max(seen, 0)
-    for low in range(TILE, start, TILE):
+    found = 0
+    for low in range(0, start, TILE):
         n = low + rt
         s = tl.load(share + n, mask=n < start, other=0.0)
-        keep = (n < start) & (s.to(tl.int32, bitcast=True) >= cut)
-        seen = tl.cumsum(keep.to(tl.int32), 0)
-        tl.store(listed + found + seen - 1, n.to(tl.int64), mask=keep)
-        tl.store(listed_share + found + seen - 1, s, mask=keep)
-        found += tl.max(seen, 0)
+        keep = (n >= SINK) & (n < start) & (s.to(tl.int32, bitcast=True) >= cut)
+        place = found + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(listed + place, n.to(tl.int64), mask=keep)
+        found += tl.sum(keep.to(tl.int32), 0)
     tl.debug_barrier()
     ri, rj = tl.arange(0, TI), tl.arange(0, TJ)
     in_order = (found <= count) & (short | NEVER)           # all are read, so their order says nothing
@@ -136,11 +122,12 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
         ni = tl.load(listed + i, mask=i < found, other=0)
         rank = i
         if not in_order:
-            si = tl.load(listed_share + i, mask=i < found, other=-1.0)
+            si = tl.load(share + ni, mask=i < found, other=-1.0)
             rank = tl.zeros([TI], tl.int32)
             for other in range(0, found, TJ):
                 j = other + rj
-                sj = tl.load(listed_share + j, mask=j < found, other=-1.0)
+                nj = tl.load(listed + j, mask=j < found, other=0)
+                sj = tl.load(share + nj, mask=j < found, other=-1.0)
                 before = (sj[None, :] > si[:, None]) | ((sj[None, :] == si[:, None]) & (j[None, :] < i[:, None]))
                 rank += tl.sum((before & (j < found)[None, :]).to(tl.int32), 1)
         tl.store(ranked + rank, ni, mask=(i < found) & (rank < count))

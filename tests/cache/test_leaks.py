@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import random
@@ -122,7 +123,7 @@ def test_beams_do_not_grow_the_pool():
 def test_random_lives(seed, tiers):
     """200 operations on up to 4 caches of one pool. Outputs stay exact after each, refusals lose nothing, nothing leaks."""
     rng = random.Random(seed)
-    family = [make(tiers, seed=seed)]
+    family = [make(tiers, seed=seed, **(dict(gpu_memory="45KiB") if tiers == "no-host" else {}))]
     family[0].feed(rng.randint(1, 30), batch=2)
     pool = pool_of(family[0])
     refused = 0
@@ -157,14 +158,17 @@ def test_random_lives(seed, tiers):
         except ValueError as error:
             assert "Nothing in the cache was lost" in str(error)
             refused += 1
-            if one.length:
-                one.crop(min(one.length - 1, 8))
+            # A shorter text frees blocks; in a pool that is full to the last block even that may find no room.
+            with contextlib.suppress(ValueError):
+                if one.length:
+                    one.crop(min(one.length - 1, 8))
         del one
         assert {other.cache.get_seq_length() for other in family} == {other.length for other in family}
         assert pool.blocks_in_use() == named([other.cache for other in family])
-        if pool.tiered:
-            assert pool.kv.numel() * 4 + pool.side <= (pool.budget or 2**40)
-    assert tiers in ("resident", "tiered") or refused > 0
+        used = pool.kv.numel() * 4 + sum(layer.side_bytes() for other in family for layer in other.cache.sparse_layers)
+        assert used <= (pool.budget or used)
+    if tiers in ("small", "no-host"):
+        assert refused > 0
     family.clear()
     gc.collect()
     assert pool.blocks_in_use() == 0

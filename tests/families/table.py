@@ -8,10 +8,11 @@ from tests.families.classify import OUTCOMES
 
 START, END = "<!-- families:start -->", "<!-- families:end -->"
 
+NO_INTERFACE = "attention does not go through `AttentionInterface`"
 # Part of a refusal -> what the table says; the first that fits.
 CAUSES = {
-    "instead of going through transformers' AttentionInterface": "attention does not go through `AttentionInterface`",
-    "does not let its attention be chosen": "attention does not go through `AttentionInterface`",
+    "instead of going through transformers' AttentionInterface": NO_INTERFACE,
+    "does not let its attention be chosen": NO_INTERFACE,
     "uses the attention mask for something of its own": "the mask is used for more than attention",
     "which PSACache can't replace": "cache layers of a kind of their own",
     "forward takes no": "no cache that can be passed in",
@@ -36,13 +37,15 @@ def render(found: dict) -> str:
                 rows.setdefault(f"{outcome}: {why}", []).append(record["family"])
     lines = [
         f"{len(tested)} of the {len(records)} causal language model families of transformers "
-        f"{found['transformers']} as tiny random models, a left-padded batch of three, greedy, compared with the "
-        "unpatched model:",
+        f"{found['transformers']} as tiny random models,",
+        "a left-padded batch of three, greedy, compared with the unpatched model:",
         "",
         "| outcome | | families |",
         "|---|---|---|",
     ]
-    return "\n".join(lines + [f"| {row} | {len(names)} | {', '.join(sorted(names))} |" for row, names in rows.items()])
+    return "\n".join(
+        lines + [f"| {row} | {len(names)} | {', '.join(sorted(names))} |" for row, names in rows.items()]
+    )
 
 
 def write(found: dict, path: Path) -> None:
