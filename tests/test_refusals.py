@@ -406,3 +406,24 @@ def test_unpatching_what_is_not_patched_does_nothing():
     before = dict(model.__dict__)
     assert unpatch_model(model) is model
     assert model.__dict__ == before
+
+
+def test_a_forward_that_was_interrupted_between_layers_is_noticed(monkeypatch):
+    model = get_model("llama")
+    ids = torch.arange(5, 45)[None]
+    with patched(model, threshold=1.0, min_context=0, block_size=4):
+        cache = PSACache(model.config, threshold=1.0, min_context=0, block_size=4)
+        model(ids, past_key_values=cache, use_cache=True)
+
+        def interrupt(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(cache.layers[-1]), "_decode", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, :1], past_key_values=cache, use_cache=True)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+        cache.reset()
+        model(ids, past_key_values=cache, use_cache=True)
+        assert cache.get_seq_length() == 40

@@ -109,12 +109,15 @@ class PSALayer(LayerProtocol):
         return KVHandle(self, "keys", self.pending, total), KVHandle(self, "values", self.pending, total)
 
     def _flush(self) -> None:
-        if self.valid is not None and self.valid.shape[1] < self.length:
-            # Steps on the device only count; what they stored was real.
-            self.valid = torch.nn.functional.pad(self.valid, (0, self.length - self.valid.shape[1]), value=True)
+        self._extend_valid()
         # Attention never asked for the last tokens (or not through us): they are stored as they are.
         if self.pending is not None and not self.pending.committed:
             self.commit(self.pending, None)
+
+    def _extend_valid(self) -> None:
+        # Steps on the device only count; what they stored was real.
+        if self.valid is not None and self.valid.shape[1] < self.length:
+            self.valid = torch.nn.functional.pad(self.valid, (0, self.length - self.valid.shape[1]), value=True)
 
     def get_seq_length(self) -> int:
         waiting = self.pending is not None and not self.pending.committed
@@ -224,6 +227,7 @@ class PSALayer(LayerProtocol):
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, H, T, D] as a dense cache would hold them; padding holds some real token."""
         keys, values = self._compact()
+        self._extend_valid()
         if not self.ragged:
             return keys[:, :, :self.length], values[:, :, :self.length]
         index = (self.valid.long().cumsum(1) - 1).clamp(min=0)[:, None, :, None]
@@ -256,8 +260,12 @@ class PSALayer(LayerProtocol):
             return self._attend_one_by_one(query, pending, valid, scaling, softcap, sinks, dense_step)
         if count == 1 and past > 0 and mask is None and valid is None and not pending.committed and self.on_device(past + 1):
             return self._device_step(query, pending, scaling, softcap, sinks)
+        sparse = count == 1 and past > 0 and mask is None and self.is_sparse(past + 1)
+        if sparse and not pending.committed:
+            self._digest()
         self.commit(pending, valid)
-        self.digests.observe(query, self.heads, valid)
+        if not sparse:
+            self.digests.observe(query, self.heads, valid)
         if mask is not None:
             keys, values = self.padded()
             if mask.dtype == torch.bool:
@@ -276,8 +284,12 @@ class PSALayer(LayerProtocol):
         for i in range(query.shape[2]):
             one = slice(i, i + 1)
             flags = None if valid is None else valid[:, one]
+            sparse = self.is_sparse(self.length + 1)
+            if sparse:
+                self._digest()
             self._append(pending.keys[:, :, one], pending.values[:, :, one], flags)
-            self.digests.observe(query[:, :, one], self.heads, flags)
+            if not sparse:
+                self.digests.observe(query[:, :, one], self.heads, flags)
             outputs.append(self._decode(query[:, :, one], scaling, softcap, sinks, dense_step))
         return torch.cat(outputs, 2)
 
@@ -309,9 +321,18 @@ class PSALayer(LayerProtocol):
                                            scaling, softcap, sinks))
         return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
 
+    def is_sparse(self, length: int) -> bool:
+        """Whether the step that makes rows `length` tokens long is sparse."""
+        return length >= self.config.min_context and self.index not in self.config.dense_layers
+
+    def _digest(self) -> None:
+        """Digest what has closed so far: before a step's own token, which no digest speaks of yet."""
+        self.digests.update(self.pool.tiers(), self.table, self.lengths, self.length, self.ragged,
+                            self.config.sink_blocks, self.key_dim, self.value_dim)
+
     def _decode(self, query, scaling, softcap, sinks, dense_step):
         self.stats.steps += 1
-        if self.length < self.config.min_context or self.index in self.config.dense_layers:
+        if not self.is_sparse(self.length):
             keys, values = self.padded()
             mask = self.valid[:, None, None] if self.ragged else None
             return dense_step(query, keys, values, mask)
@@ -322,8 +343,6 @@ class PSALayer(LayerProtocol):
         config, P, store = self.config, self.config.block_size, self.digests
         B, H, G = self.batch, self.heads, query.shape[1] // self.heads
         tiers = self.pool.tiers()
-        store.update(tiers, self.table, self.lengths, self.length, self.ragged, config.sink_blocks, self.key_dim,
-                     self.value_dim)
         q = query.float().squeeze(2).unflatten(1, (H, G)) * scaling
         sink_logits = None if sinks is None else sinks.float().view(H, G)
         start = self.tail_start(self.lengths)
@@ -367,8 +386,7 @@ class PSALayer(LayerProtocol):
         if not store.calibrated or store.length_done < self.length:
             calibrated = store.calibrated
             store.provisional = self.length < self.config.min_context
-            store.update(self.pool.tiers(), self.table, self.lengths, self.length, self.ragged,
-                         self.config.sink_blocks, self.key_dim, self.value_dim)
+            self._digest()
             if not calibrated:
                 self.version = next_version()
 
@@ -565,6 +583,8 @@ class PSALayer(LayerProtocol):
         if self.is_initialized:
             self.pool.drop()
             self.pool.users.discard(self)
+            if self.pool.tiered and not self.pool.users:
+                self.pool.counters.zero_()
         self._clear()
         self.stats = LayerStats(self.config.record_steps)
 

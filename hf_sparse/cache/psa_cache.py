@@ -42,6 +42,9 @@ class PSACache(Cache):
         templates = template_layers(text)
         if not templates:
             raise ValueError("The config names no layers (num_hidden_layers); PSACache needs a language model's config.")
+        wrong = [index for index in self.config.dense_layers if index >= len(templates)]
+        if wrong:
+            raise ValueError(f"dense_layers names layer {wrong[0]}, but this model has {len(templates)} layers, counted from 0.")
         self.state = CacheState(self.config, layers=sum(map(is_plain_layer, templates)))
         layers = [self._mirror(text, index, layer) for index, layer in enumerate(templates)]
         self.fingerprint = model_fingerprint(text)
@@ -184,6 +187,18 @@ class PSACache(Cache):
             raise ValueError("This PSACache holds the keys and values of another model. Use a new cache, or call "
                              "cache.reset() first.")
         self._model = weakref.ref(model)
+
+    def check_whole(self) -> None:
+        """Raise if a forward was interrupted between layers, which leaves them with different numbers of tokens.
+
+        Raises:
+            RuntimeError: says so; `reset()` makes the cache usable again.
+        """
+        lengths = {layer.get_seq_length() for layer in self.layers
+                   if isinstance(layer, (PSALayer, WindowLayer)) and layer.is_initialized}
+        if len(lengths) > 1:
+            raise RuntimeError(f"The last forward with this PSACache was interrupted: its layers hold {min(lengths)} to "
+                               f"{max(lengths)} tokens. Call cache.reset() and feed the text again, or use a new cache.")
 
     # -- statistics -----------------------------------------------------------------------------------------------------
     def stats(self) -> dict:

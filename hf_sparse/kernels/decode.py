@@ -20,9 +20,8 @@ NO_LIMIT = 2**30
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def interpreted() -> bool:
-    """Kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+# Triton decides when a kernel is defined whether it is compiled or interpreted, on the CPU (TRITON_INTERPRET=1).
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
     R4, R2 = shape.high, shape.low
     R4P, R2P = max(triton.next_power_of_2(R4), 16), max(triton.next_power_of_2(R2), 16)
     RA = 1 << (R2.bit_length() - 1)
-    on_gpu, tune = not interpreted(), TUNING
+    on_gpu, tune = not INTERPRETED, TUNING
     CB = chunk_blocks(policy)
     RB = max(triton.next_power_of_2(max(R2 - RA, 1)), 32 if on_gpu else 1)
     common = dict(H=H, G=G, GP=GP)
@@ -199,7 +198,9 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
     select_kernel[(rows,)](
         desc, work.forced_mass, work.total, work.info, policy.threshold, 0.5 * (1.0 - policy.threshold),
         policy.max_blocks, policy.min_blocks, policy.min_context, policy.top_share, **common, P=P, UB=UB,
-        SINK=policy.sink_blocks, RECENT=policy.recent_blocks, NEVER=policy.never,
+        SINK=policy.sink_blocks, RECENT=policy.recent_blocks,
+        # With "min" the group's mean says nothing of when its last head will pass.
+        NEVER=policy.never, PLAN_ALL=policy.never or policy.group_min,
         TILE=tune.select_tile if on_gpu else 64, TI=128 if on_gpu else 16, TJ=128 if on_gpu else 16, OCTAVES=OCTAVES,
         num_warps=tune.select_warps, num_stages=1)
 
@@ -215,4 +216,4 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
     return out
 
 
-__all__ = ["FIELDS", "DecodePolicy", "DecodeShape", "DecodeWork", "bounds_flags", "decode_layer", "interpreted"]
+__all__ = ["FIELDS", "DecodePolicy", "DecodeShape", "DecodeWork", "bounds_flags", "decode_layer"]

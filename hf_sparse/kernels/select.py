@@ -17,13 +17,13 @@ OCTAVES = 24
 @triton.jit
 def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks, min_context, top_share,
                   H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
-                  SINK: tl.constexpr, RECENT: tl.constexpr, NEVER: tl.constexpr, TILE: tl.constexpr, TI: tl.constexpr,
+                  SINK: tl.constexpr, RECENT: tl.constexpr, NEVER: tl.constexpr, PLAN_ALL: tl.constexpr, TILE: tl.constexpr, TI: tl.constexpr,
                   TJ: tl.constexpr, OCTAVES: tl.constexpr):
     """One program a row and KV head.
 
     MF [B, H, GP]: log2 mass of the always-read blocks. Writes TOT [B, H, GP]: log2 of the estimated total mass;
     INFO [B, H, 4] int32: blocks ranked, candidates, always-read blocks, how many must be read; RANKED, SHARE.
-    threshold, slack: blocks are ranked until the estimated coverage is threshold + slack. NEVER: there is no stop rule.
+    threshold, slack: blocks are ranked until the estimated coverage is threshold + slack. NEVER: there is no stop rule. PLAN_ALL: rank all that may be read.
     """
     pid = tl.program_id(0).to(tl.int64)
     U: tl.constexpr = P * UB
@@ -84,7 +84,7 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     mass = tl.cumsum(middle, 0, reverse=True)
     above = tl.cumsum(counts, 0, reverse=True)
     by_mass = (mass >= need) & (above >= floor) & (short == 0)
-    enough = (above >= count) | (by_mass & (not NEVER))
+    enough = (above >= count) | (by_mass & (not PLAN_ALL))
     best = tl.max(tl.where(enough, rb, -1), 0)
     if best >= 0:
         inside = rb == best
@@ -101,7 +101,7 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
         mass = mass_before + tl.cumsum(counts * middle, 0, reverse=True)
         above = above_before + tl.cumsum(counts, 0, reverse=True)
         by_mass = (mass >= need) & (above >= floor) & (short == 0)
-        enough = (above >= count) | (by_mass & (not NEVER))
+        enough = (above >= count) | (by_mass & (not PLAN_ALL))
         cut = edge + (tl.maximum(tl.max(tl.where(enough, rb, -1), 0), 0) << 12)
     else:
         cut = 0                                             # all of them are not enough

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import types
 import warnings
@@ -27,11 +28,13 @@ class PatchState:
     implementations: dict                                   # attention implementation by sub-config, as it was
     hook: int                                               # id of the forward pre-hook
     support: str
+    own: dict = field(default_factory=dict)                 # methods that were set on the model itself before
     steps: dict = field(default_factory=dict)               # captured decode steps by batch size
 
     def __deepcopy__(self, memo) -> PatchState:
         # A copy of a patched model is patched, and captures steps of its own.
-        return PatchState(self.config, dict(self.implementations), self.hook, self.support)
+        return PatchState(self.config, dict(self.implementations), self.hook, self.support,
+                          copy.deepcopy(self.own, memo))
 
 
 def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides):
@@ -71,7 +74,8 @@ def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides
         warnings.warn(f"{type(target).__name__} has no full-attention layer, so there is nothing to make sparse.",
                       UserWarning, stacklevel=2)
     hook = target.register_forward_pre_hook(_check_call, with_kwargs=True)
-    setattr(target, _STATE, PatchState(config, implementations, hook.id, verdict.kind))
+    own = {name: target.__dict__[name] for name in _METHODS if name in target.__dict__}
+    setattr(target, _STATE, PatchState(config, implementations, hook.id, verdict.kind, own))
     target.last_psa_cache = None
     for name, function in _METHODS.items():
         if hasattr(type(target), name):
@@ -90,13 +94,14 @@ def unpatch_model(model):
     _restore(target, state.implementations)
     for name in (*_METHODS, "last_psa_cache", _STATE):
         target.__dict__.pop(name, None)
+    target.__dict__.update(state.own)
     return model
 
 
 @contextlib.contextmanager
 def patched(model, config: PSAConfig | str | dict | None = None, **overrides):
     """`with patched(model, config): ...`; afterwards the model is what it was, patched with another config or not."""
-    before = getattr(_base(model), _STATE, None)
+    before, last = getattr(_base(model), _STATE, None), getattr(_base(model), "last_psa_cache", None)
     patch_model(model, config, **overrides)
     try:
         yield model
@@ -104,13 +109,15 @@ def patched(model, config: PSAConfig | str | dict | None = None, **overrides):
         unpatch_model(model)
         if before is not None:
             patch_model(model, before.config)
+            _base(model).last_psa_cache = last
 
 
 def generate(self, *args, **kwargs):
     """`generate()` of a patched model: builds a PSACache where none is given."""
     state = getattr(self, _STATE)
-    cls_generate = type(self).generate
-    generation_config = kwargs.get("generation_config") or getattr(self, "generation_config", None)
+    inner = state.own.get("generate") or types.MethodType(type(self).generate, self)
+    named = {**kwargs, **dict(zip(("inputs", "generation_config"), args))}
+    generation_config = named.get("generation_config") or getattr(self, "generation_config", None)
     given = [name for name in CACHE_NAMES if kwargs.get(name) is not None]
     use_cache = kwargs.get("use_cache", getattr(generation_config, "use_cache", True))
     if given:
@@ -119,16 +126,16 @@ def generate(self, *args, **kwargs):
             if use_cache is False:
                 raise ValueError("use_cache=False with a PSACache: every step would be stored twice. Leave out one "
                                  "of them.")
-            _check_generate(self, cache, kwargs, generation_config)
+            _check_generate(self, cache, named, generation_config)
             self.last_psa_cache = cache
         for name in CACHE_NAMES:
             kwargs.pop(name, None)
-        return cls_generate(self, *args, **kwargs, **{CACHE_ARGUMENT: cache})
+        return inner(*args, **kwargs, **{CACHE_ARGUMENT: cache})
     if use_cache is False or kwargs.get("cache_implementation") is not None:
-        return cls_generate(self, *args, **kwargs)          # the caller chose otherwise
+        return inner(*args, **kwargs)                       # the caller chose otherwise
     self.last_psa_cache = None                              # its memory is free again before the next one takes any
     cache = PSACache(self.config, state.config)
-    _check_generate(self, cache, kwargs, generation_config)
+    _check_generate(self, cache, named, generation_config)
     self.last_psa_cache = cache
     kwargs.update({CACHE_ARGUMENT: cache})
     if getattr(generation_config, "cache_implementation", None) is not None:
@@ -136,7 +143,7 @@ def generate(self, *args, **kwargs):
     for name in CACHE_NAMES:
         if name != CACHE_ARGUMENT:
             kwargs.pop(name, None)
-    return cls_generate(self, *args, **kwargs)
+    return inner(*args, **kwargs)
 
 
 _METHODS = {"generate": generate, "get_compiled_call": get_compiled_call,
@@ -181,6 +188,7 @@ def _check_call(module, args, kwargs):
         raise NotImplementedError("output_attentions=True: sparse attention never has all attention weights. Use "
                                   "hf_sparse.unpatch_model(model) with attn_implementation='eager' for them.")
     cache.bind(module)
+    cache.check_whole()
     held, inputs = cache.batch_size, kwargs.get("input_ids", kwargs.get("inputs_embeds"))
     if inputs is None and args and torch.is_tensor(args[0]):
         inputs = args[0]

@@ -43,7 +43,7 @@ def test_prompts_of_a_few_tokens(length):
 
 
 @pytest.mark.parametrize("length", around(128, 2) + [256 + 3, 256 + 126] + around(128, 1))
-@pytest.mark.parametrize("block_size", [4, 16, 32])
+@pytest.mark.parametrize("block_size", [4, 16, 64])
 def test_sparse_around_units_of_codes(block_size, length):
     """The float64 step agrees block for block where a unit of 128 tokens has just closed, or is about to."""
     stats = check(Text(length=length + 4, **SMALL), length, length + 4, block_size=block_size, threshold=0.5, round_blocks=1)

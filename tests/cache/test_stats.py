@@ -69,6 +69,11 @@ def test_dense_layers_are_dense():
     assert second["kv_fraction"] is None and cache.stats()["kv_fraction"] == first["kv_fraction"] < 1
 
 
+def test_dense_layers_that_do_not_exist():
+    with pytest.raises(ValueError, match="dense_layers names layer 2, but this model has 2 layers, counted from 0"):
+        Text(**TEXT).cache(dense_layers=(0, 2))
+
+
 def test_history():
     """Blocks a row and KV head, averaged, of each of the first `record_steps` steps."""
     text = Text(length=60, **TEXT)
@@ -170,9 +175,13 @@ def test_reset_starts_to_count_anew():
     cache = text.cache(digest="key_bits", threshold=0.5, host_memory="4MiB")
     feed(cache, text, 0, 50)
     decode(cache, text, 50, 53)
+    before = cache.stats()
     cache.reset()
     stats = cache.stats()
-    assert stats["steps"] == stats["blocks_read"] == 0 and stats["kv_fraction"] is None
+    assert stats["steps"] == stats["blocks_read"] == stats["hits"] == stats["misses"] == 0 and stats["kv_fraction"] is None
+    feed(cache, text, 0, 50)
+    decode(cache, text, 50, 53)
+    assert cache.stats() == before and before["misses"] > 0
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def expected(text, prompt, end, pads, digest="channel_codes", key_bits=2, block_
                 group = slice(h * text.group, (h + 1) * text.group)
                 queries = text.queries[layer][b, group, pad:].transpose(0, 1)
                 keys, values = text.keys[layer][b, h, pad:], text.values[layer][b, h, pad:]
-                estimates = estimator(digest, key_bits, keys, queries, prompt + 1 - pad, block_size, settings.get("sink_blocks", 1), softcap)
+                estimates = estimator(digest, key_bits, keys, queries, prompt - pad, block_size, settings.get("sink_blocks", 1), softcap)
                 steps = []
                 for position in range(prompt - pad, end - pad):
                     query = queries[position].float() * text.scaling

@@ -1,0 +1,211 @@
+"""The decode kernels, interpreted, against the PyTorch reference and float64.
+
+Two layers start from the same tokens; one takes a step by the kernels, the other by the reference. What may differ is the
+estimate of a block's mass, because the kernels round the query to int8.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from hf_sparse import PSAConfig
+from hf_sparse.cache.handle import Pending
+from hf_sparse.cache.layer import PSALayer
+from hf_sparse.cache.state import CacheState
+
+LN2 = math.log(2.0)
+
+
+@dataclasses.dataclass
+class Twins:
+    """A layer for the kernels and one for the reference, with the same tokens in both."""
+
+    ours: PSALayer
+    reference: PSALayer
+    query_heads: int
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def draw(self, heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(self.ours.batch, heads, 1, dim, generator=self.generator).to(self.dtype)
+
+    def step(self, softcap: float = 0.0, sinks=None, check_reference: bool = True):
+        """One token through both; returns (query, ours, reference), outputs [B, Hq, 1, Dv]."""
+        layer, dim = self.ours, self.ours.key_dim
+        query = self.draw(self.query_heads, dim) * 1.5
+        key, value = self.draw(layer.heads, dim), self.draw(layer.heads, layer.value_dim)
+        ours = layer.attend(query, Pending(key, value, layer.length), None, None, dim**-0.5, softcap, sinks, None)
+        pending = Pending(key, value, self.reference.length)
+        if check_reference:
+            want = self.reference.attend(query, pending, None, None, dim**-0.5, softcap, sinks, None)
+        else:
+            want = self.reference.commit(pending, None)
+        return query, ours, want
+
+
+def make_twins(query_heads=4, heads=2, dim=16, value_dim=None, tokens=300, pads=(0, 37), dtype=torch.float32, seed=0, scale=1.0,
+               **settings) -> Twins:
+    config = PSAConfig(**{"min_context": 0, "block_size": 16, "round_blocks": 2, "threshold": 0.7, **settings})
+    generator = torch.Generator().manual_seed(seed)
+    value_dim = value_dim or dim
+    rows = len(pads)
+    layers = []
+    keys = (torch.randn(rows, heads, tokens, dim, generator=generator) * scale + torch.randn(1, heads, 1, dim, generator=generator)).to(dtype)
+    values = torch.randn(rows, heads, tokens, value_dim, generator=generator).to(dtype)
+    queries = torch.randn(rows, query_heads, tokens, dim, generator=generator).to(dtype)
+    valid = torch.arange(tokens) >= torch.tensor(pads)[:, None]
+    valid = None if valid.all() else valid
+    for _ in range(2):
+        layer = PSALayer(CacheState(config, layers=1), 0, 0)
+        layer.lazy_initialization(keys, values)
+        layer.group = query_heads // heads
+        layer.commit(Pending(keys, values, 0), valid)
+        layer.digests.observe(queries, heads, valid)
+        layers.append(layer)
+    layers[1].state.kernels = lambda device, dtype: False
+    return Twins(*layers, query_heads, dtype, generator)
+
+
+def float64_attention(layer: PSALayer, query, softcap=0.0, sinks=None) -> torch.Tensor:
+    keys, values = (part.double() for part in layer.padded())
+    group = query.shape[1] // layer.heads
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    logits = query.double() @ keys.transpose(-1, -2) * layer.key_dim**-0.5
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if layer.ragged:
+        logits = logits.masked_fill(~layer.valid[:, None, None], -math.inf)
+    if sinks is None:
+        return torch.softmax(logits, -1) @ values
+    extra = sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    return torch.softmax(torch.cat([logits, extra], -1), -1)[..., :-1] @ values
+
+
+SHAPES = [  # query heads, KV heads, key dim, value dim
+    pytest.param(2, 2, 16, 16, id="group1"), pytest.param(6, 2, 16, 24, id="group3-wide-values"),
+    pytest.param(5, 1, 20, 20, id="group5-dim20"), pytest.param(8, 1, 32, 32, id="group8"),
+]
+
+
+@pytest.mark.parametrize(("query_heads", "heads", "dim", "value_dim"), SHAPES)
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+def test_reading_everything_is_dense_attention(query_heads, heads, dim, value_dim, block_size):
+    twins = make_twins(query_heads, heads, dim, value_dim, threshold=1.0, block_size=block_size)
+    for _ in range(3):
+        query, ours, _ = twins.step(check_reference=False)
+        torch.testing.assert_close(ours.double(), float64_attention(twins.reference, query), rtol=1e-4, atol=1e-5)
+    stats = twins.ours.stats.as_dict(0, "psa", False)
+    assert stats["kv_fraction"] == 1.0 and stats["coverage"] == pytest.approx(1.0, abs=1e-4)
+    assert torch.equal(twins.ours.lengths, twins.reference.lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (5.0, False), (0.0, True)], ids=["plain", "softcap", "sinks"])
+def test_softcap_sinks_and_types(dtype, softcap, sinks):
+    twins = make_twins(threshold=1.0, dtype=dtype)
+    logits = torch.tensor([0.5, 3.0, -2.0, 1.0]) if sinks else None
+    query, ours, _ = twins.step(softcap, logits, check_reference=False)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(ours.double(), float64_attention(twins.reference, query, softcap, logits), rtol=10 * tolerance,
+                               atol=tolerance)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["plain", "softcap"])
+def test_estimates_are_the_digests(block_size, softcap):
+    twins = make_twins(8, 2, 32, tokens=128 * 3 + 40, block_size=block_size)
+    query, _, _ = twins.step(softcap)
+    layer = twins.reference
+    work = twins.ours.state.static._work(twins.ours)
+    units = (layer.length - 1) // 128
+    scaled = query.float().squeeze(2).unflatten(1, (2, 4)) * 32**-0.5
+    want = layer.digests.score(scaled, units, softcap)
+    last = int(layer.tail_start(layer.lengths).min())
+    got = work.estimate[..., 1:last] * LN2
+    difference = (got - want[..., 1:last]).abs()
+    assert last > 4 and difference.max() < 0.5 and difference.mean() < 0.05
+
+
+@pytest.mark.parametrize("settings", [
+    dict(threshold=0.5), dict(threshold=0.9), dict(threshold=0.7, group_stop="min"), dict(threshold=0.7, min_blocks=12),
+    dict(threshold=0.99, max_blocks=9), dict(policy="top_k", top_k=8), dict(policy="top_k", top_k=0.4),
+    dict(policy="top_p", top_p=0.7),
+], ids=str)
+def test_blocks_read_agree_with_the_reference(settings):
+    twins = make_twins(tokens=400, block_size=8, scale=2.0, **settings)
+    for _ in range(4):
+        _, ours, _ = twins.step()
+        assert torch.isfinite(ours).all()
+    ours, want = (layer.stats.as_dict(0, "psa", False) for layer in (twins.ours, twins.reference))
+    assert want["kv_fraction"] < 1.0                       # or there is nothing to agree on
+    assert ours["blocks_held"] == want["blocks_held"]
+    assert ours["blocks_read"] == pytest.approx(want["blocks_read"], rel=0.06)
+    assert ours["coverage"] == pytest.approx(want["coverage"], abs=0.03)
+
+
+def test_captured_mass_is_that_of_the_blocks_read():
+    twins = make_twins(threshold=1.0)
+    query, _, _ = twins.step()
+    got = torch.tensor(twins.ours.stats.as_dict(0, "psa", False)["captured_log_mass"])
+    want = torch.tensor(twins.reference.stats.as_dict(0, "psa", False)["captured_log_mass"])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_unit_closed_by_the_kernels_has_the_digest_of_the_reference():
+    twins = make_twins(tokens=128 * 2 - 3, pads=(0, 1))
+    for _ in range(6):
+        twins.step()
+    ours, want = twins.ours.digests, twins.reference.digests
+    assert int(twins.ours.lengths[0]) // 128 == 2 and int(twins.ours.lengths[1]) // 128 == 2
+    for name, a, b in zip(ours.digest.unit_layout(torch.float32), ours.unit, want.unit):
+        a, b = a[:, :, :2], b[:, :, :2]
+        if a.dtype == torch.uint8:                          # a value on the edge of two codes may fall to either
+            assert (a != b).float().mean() < 0.002, name
+        else:
+            torch.testing.assert_close(a.float(), b.float(), rtol=2e-3, atol=1e-6)
+
+
+def test_what_was_never_written_is_never_read():
+    clean, dirty = make_twins(tokens=300), make_twins(tokens=300)
+    layer = dirty.ours
+    layer.begin_step()
+    used = torch.zeros(layer.pool.slots, dtype=torch.bool)
+    used[layer.table[:, :, : -(-300 // 16)].reshape(-1)] = True
+    layer.pool.kv[~used] = math.nan
+    for part in layer.digests.unit:
+        if part.is_floating_point():
+            part[:, :, 300 // 128 + 1:] = math.nan
+    for _ in range(3):
+        (_, a, _), (_, b, _) = clean.step(check_reference=False), dirty.step(check_reference=False)
+        assert torch.isfinite(b).all() and torch.equal(a, b)
+
+
+def test_a_row_reads_what_it_reads_alone():
+    both, alone = make_twins(pads=(0, 60), tokens=360), make_twins(pads=(0, 60), tokens=360)
+    alone.ours.batch_select_indices(torch.tensor([1]))
+    layer = alone.ours
+    for _ in range(2):
+        query, ours, _ = both.step(check_reference=False)
+        key = both.ours.padded()[0][1:, :, -1:], both.ours.padded()[1][1:, :, -1:]
+        single = layer.attend(query[1:], Pending(*key, layer.length), None, None, layer.key_dim**-0.5, 0.0, None, None)
+        torch.testing.assert_close(single, ours[1:], rtol=1e-5, atol=1e-6)
+
+
+def test_growing_and_reordering_keep_the_kernels_on_the_right_buffers():
+    twins = make_twins(threshold=1.0, tokens=125, block_size=16)
+    for index in range(12):
+        if index == 6:
+            for layer in (twins.ours, twins.reference):
+                layer.reorder_cache(torch.tensor([1, 0]))
+        query, ours, _ = twins.step(check_reference=False)
+    torch.testing.assert_close(ours.double(), float64_attention(twins.reference, query), rtol=1e-4, atol=1e-5)
+
+
+def test_short_rows_of_a_long_batch_are_read_whole():
+    twins = make_twins(pads=(0, 250), tokens=400, block_size=8, threshold=0.3, min_context=200)
+    query, ours, _ = twins.step()
+    torch.testing.assert_close(ours[1].double(), float64_attention(twins.reference, query)[1], rtol=1e-4, atol=1e-5)
+    assert twins.ours.stats.as_dict(0, "psa", False)["kv_fraction"] < 1.0
