@@ -80,7 +80,8 @@ def test_skips_blocks(family, scenario):
 def by_verification(model, make_cache, tokens: torch.Tensor) -> tuple[torch.Tensor, object]:
     """Logits [steps, vocabulary] of `tokens` [steps], fed with wrong drafts among them that are cropped.
 
-    Every forward has four tokens of which one to four are right. transformers' own assisted decoding verifies
+    Every forward has seven tokens of which one to four are right, so that whole blocks are closed by tokens that are
+    taken back. transformers' own assisted decoding verifies
     its first drafts together with the prompt, where attention is dense.
     """
     cache = make_cache()
@@ -88,11 +89,10 @@ def by_verification(model, make_cache, tokens: torch.Tensor) -> tuple[torch.Tens
     logits, done, right = [], 0, 1
     while done < len(tokens):
         right = min(right, len(tokens) - done)
-        draft = make_prompt(4, seed=60 + done)
+        draft = make_prompt(7, seed=60 + done)
         draft[:right] = tokens[done : done + right]
         output = model(input_ids=draft[None], past_key_values=cache, use_cache=True).logits[0, :right]
-        if right < 4:
-            cache.crop(right - 4)
+        cache.crop(right - 7)
         logits.append(output.float())
         done, right = done + right, right % 4 + 1
     return torch.cat(logits), cache

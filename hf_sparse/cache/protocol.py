@@ -29,6 +29,21 @@ class LayerProtocol(CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing to do: the pool has its own tiers."""
 
+    def _take_rows(self, index: torch.Tensor) -> None:
+        """Become rows `index` [B'] of itself."""
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self._take_rows(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:
+            self._take_rows(torch.arange(self.batch, device=self.device)[indices.to(self.device)])
+
     def check_batch(self, batch: int) -> None:
         if batch != self.batch:
             raise ValueError(

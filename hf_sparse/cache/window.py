@@ -203,17 +203,6 @@ class WindowLayer(LayerProtocol):
         self.ring_keys, self.ring_values = self.ring_keys[index], self.ring_values[index]
         self.ring_valid, self.first, self.batch = self.ring_valid[index], self.first[index], index.shape[0]
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._take_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self._take_rows(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.is_initialized:
-            self._take_rows(torch.arange(self.batch, device=self.device)[indices.to(self.device)])
-
     def check_crop(self, tokens: int) -> None:
         """Raise if tokens can't be taken back because older ones have left the ring."""
         count = self.to_remove(tokens)

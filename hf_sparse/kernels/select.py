@@ -17,13 +17,14 @@ OCTAVES = 24
 @triton.jit
 def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks, min_context, top_share,
                   H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
-                  SINK: tl.constexpr, RECENT: tl.constexpr, NEVER: tl.constexpr, PLAN_ALL: tl.constexpr, TILE: tl.constexpr, TI: tl.constexpr,
-                  TJ: tl.constexpr, OCTAVES: tl.constexpr):
+                  SINK: tl.constexpr, RECENT: tl.constexpr, NEVER: tl.constexpr, PLAN_ALL: tl.constexpr,
+                  TILE: tl.constexpr, TI: tl.constexpr, TJ: tl.constexpr, OCTAVES: tl.constexpr):
     """One program a row and KV head.
 
     MF [B, H, GP]: log2 mass of the always-read blocks. Writes TOT [B, H, GP]: log2 of the estimated total mass;
     INFO [B, H, 4] int32: blocks ranked, candidates, always-read blocks, how many must be read; RANKED, SHARE.
-    threshold, slack: blocks are ranked until the estimated coverage is threshold + slack. NEVER: there is no stop rule. PLAN_ALL: rank all that may be read.
+    threshold, slack: blocks are ranked until the estimated coverage is threshold + slack. NEVER: there is no stop
+    rule. PLAN_ALL: rank all that may be read.
     """
     pid = tl.program_id(0).to(tl.int64)
     U: tl.constexpr = P * UB
@@ -52,7 +53,8 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     total = tl.full([GP], 1.0, tl.float32)
     for low in range(0, start, TILE):
         n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :], other=float("-inf"))
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :],
+                    other=float("-inf"))
         peak = tl.maximum(top, tl.max(e, 1))
         total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(e - peak[:, None]), 1)
         top = peak
@@ -64,7 +66,8 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     everything = 0.0
     for low in range(0, start, TILE):
         n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :], other=float("-inf"))
+        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :],
+                    other=float("-inf"))
         s = tl.sum(tl.where(live, tl.exp2(e - total[:, None]), 0.0), 0) / G
         tl.store(share + n, s, mask=n < width)
         largest = tl.maximum(largest, tl.max(s, 0))

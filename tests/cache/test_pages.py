@@ -99,6 +99,28 @@ def check_same_after(text, one_way, another, end, **settings):
     assert results[0][1:] == results[1][1:] and results[0][1] < results[0][2]
 
 
+def test_holes_between_turns_leave_the_rows_as_they_are_alone():
+    """The queries that order the channels are a row's last real ones, wherever its padding is."""
+    text = Text(rows=2, length=410, layers=1, key_dim=8)
+    settings = dict(threshold=0.6, round_blocks=1)
+    valid = torch.ones(2, 410, dtype=torch.bool)
+    valid[0, 180:270] = False  # the second turn of row 0 is short
+    valid[1, :55] = False
+    cache = text.cache(**settings)
+    for low, high in ((0, 180), (180, 400)):
+        feed(cache, text, low, high, valid[:, :high])
+    output = decode(cache, text, 400, 410)
+    for row in range(2):
+        one = text.select([row])
+        for name in ("queries", "keys", "values"):
+            setattr(one, name, [part[:, :, valid[row]] for part in getattr(one, name)])
+        length = int(valid[row].sum())
+        single = one.cache(**settings)
+        feed(single, one, 0, length - 10)
+        torch.testing.assert_close(output[:, row], decode(single, one, length - 10, length)[:, 0], rtol=0, atol=2e-5)
+    assert cache.stats()["kv_fraction"] < 0.9
+
+
 @pytest.mark.parametrize("pads", [[0, 3], [1, 2], [4, 8], [125, 0]], ids=str)
 def test_padded_rows_are_the_rows_alone(pads):
     text = Text(rows=2, length=262, layers=2, key_dim=8)

@@ -215,6 +215,18 @@ def test_resizing_keeps_what_is_worth_most(slots):
     assert torch.equal(read(pool.tiers(), ids)[:, 0], ids.float())
 
 
+def test_what_resizing_evicts_is_remembered():
+    """A block's use count outlives the smaller pool, as it outlives any other eviction."""
+    pool, layer = filled_pool(10, 8)
+    flags = torch.ones(8, dtype=torch.bool)
+    acquire(pool.tiers(), layer.table, flags, "decayed", load=True, use=True)
+    before = pool.priority[pool.slot_of[layer.table]].clone()
+    pool.resize(4)
+    pool.resize(10)
+    slots = acquire(pool.tiers(), layer.table, flags, "decayed", load=True)
+    assert torch.equal(pool.priority[slots], before)
+
+
 def test_resizing_prefers_live_pinned_blocks_to_dead_ones():
     pool, layer = filled_pool(12, 5)
     dead = Layer(pool, 6)

@@ -96,6 +96,9 @@ def test_estimates_of_no_mass_at_all(reduction):
         order, rest = select(estimate, captured, 0, torch.tensor([5]), 5, reduction)
         assert order.tolist() == [[[0, 1, 2, 3, 4]]]
         assert (rest == -math.inf).all()
+        # Blocks that are no candidates come after all that are, even after those.
+        order, _ = select(estimate, captured, 2, torch.tensor([5]), 5, reduction)
+        assert order[..., :3].tolist() == [[[2, 3, 4]]]
 
 
 @pytest.mark.parametrize("reduction", ["softmax_mean", "max", "mean"])

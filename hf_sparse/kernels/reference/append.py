@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from .fetch import acquire, from_host, is_tiered, read
+from .fetch import acquire, is_tiered, read
 
 
 def split(rows, block_size: int, key_dim: int, value_dim: int):

@@ -34,7 +34,8 @@ def select(estimate, captured, first: int, last, limit: int, reduction: str):
         score = estimate.amax(2)
     else:
         score = estimate.mean(2)
-    score = torch.where(candidate[:, 0], score, -math.inf)
+    # A candidate without any mass still comes before what is no candidate.
+    score = torch.where(candidate[:, 0], score.clamp(min=torch.finfo(score.dtype).min), -math.inf)
     order = torch.argsort(score, dim=-1, descending=True, stable=True)
     ranked = estimate.gather(-1, order[:, :, None].expand_as(estimate))
     rest = torch.logcumsumexp(ranked.flip(-1), -1).flip(-1)

@@ -1,0 +1,371 @@
+"""The storage of one full-attention layer: block tables, digests, and what happens to rows of a batch."""
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ..kernels import ops
+from ..kernels.reference.append import split, unpin
+from ..kernels.reference.fetch import acquire, read
+from .digest_store import DigestStore
+from .handle import KVHandle, KVLength, Pending
+from .pool import next_version
+from .protocol import LayerProtocol
+from .state import CacheState
+from .stats import LayerStats
+
+
+class LayerBlocks(LayerProtocol):
+    """Keys and values of one layer in blocks of the shared pool.
+
+    Tokens are stored without padding: block 0 of a row starts at its first real token, and `lengths` [B] counts
+    what is stored. `length` is the padded length that transformers sees; `valid` [B, length] tells them apart once
+    there has been padding, else it is None.
+    """
+
+    kind = "psa"
+
+    def __init__(self, state: CacheState, index: int, order: int):
+        super().__init__()
+        self.state, self.index, self.order = state, index, order        # order: among the sparse layers
+        state.members.append(weakref.ref(self))
+        self.stats = LayerStats(state.config.record_steps)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.length = 0
+        self.batch = self.heads = self.group = self.key_dim = self.value_dim = 0
+        self.lengths = self.valid = self.table = self.pool = self.digests = None
+        self.columns = 0                                    # blocks of a row that have ids
+        self.pending: Pending | None = None
+        self.version = next_version()                       # changes when a buffer moves
+        self.is_initialized = False
+
+    @property
+    def config(self):
+        return self.state.config
+
+    @property
+    def ragged(self) -> bool:
+        return self.valid is not None
+
+    # -- sizes --------------------------------------------------------------------------------------------------
+    @property
+    def tail_blocks(self) -> int:
+        """The most blocks that are always read at the end of a row: recent ones, or those without final digests."""
+        return max(self.config.recent_blocks + 1, self.digests.unit_blocks)
+
+    def pinned_blocks(self, batch: int) -> int:
+        """The most slots this layer can have pinned: sink and tail, and the block that is being opened."""
+        return batch * self.heads * (self.config.sink_blocks + self.tail_blocks + 1)
+
+    def side_bytes(self, batch: int | None = None, columns: int | None = None) -> int:
+        """Bytes on the device beside the slots, digests and tables: now, or for another batch and width of the table."""
+        if self.table is None:
+            return 0
+        batch, columns = batch or self.batch, columns or self.table.shape[2]
+        return (self.digests.bytes_for(batch, self.heads, columns)
+                + batch * self.heads * columns * self.table.element_size())
+
+    def tail_start(self, lengths: torch.Tensor) -> torch.Tensor:
+        """[B] first block of the always-read tail: everything before it, but the sink, is ranked.
+
+        A unit is ranked from the token after the one that closes it, so that a step ranks while it stores.
+        """
+        P, config = self.config.block_size, self.config
+        last = (lengths - 1).clamp(min=0)
+        ub = self.digests.unit_blocks
+        start = torch.minimum(last // (P * ub) * ub, last // P - config.recent_blocks)
+        return start.clamp(min=config.sink_blocks)
+
+    # -- transformers' protocol -----------------------------------------------------------------------------------
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        value_states = key_states if value_states is None else value_states
+        self.device, self.dtype = key_states.device, key_states.dtype
+        self.batch, self.heads, _, self.key_dim = key_states.shape
+        self.value_dim = value_states.shape[-1]
+        config = self.config
+        self.digests = DigestStore(config.digest, config.block_size, self.key_dim, config.key_bits, self.dtype)
+        self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
+        self.table = torch.zeros(self.batch, self.heads, 0, dtype=torch.int64, device=self.device)
+        self.pool = self.state.pool(key_states, value_states)
+        self.pool.join(self)
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Accept new tokens [B, H, q, D]; they are stored when attention runs. Returns two `KVHandle`s."""
+        self._flush()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.check_batch(key_states.shape[0])
+        self.pending = Pending(key_states, value_states, self.length)
+        total = self.length + key_states.shape[2]
+        return KVHandle(self, "keys", self.pending, total), KVHandle(self, "values", self.pending, total)
+
+    def _flush(self) -> None:
+        self._extend_valid()
+        # Attention never asked for the last tokens (or not through us): they are stored as they are.
+        if self.pending is not None and not self.pending.committed:
+            self.commit(self.pending, None)
+
+    def _extend_valid(self) -> None:
+        # Steps on the device only count; what they stored was real.
+        if self.valid is not None and self.valid.shape[1] < self.length:
+            self.valid = torch.nn.functional.pad(self.valid, (0, self.length - self.valid.shape[1]), value=True)
+
+    def get_seq_length(self) -> int:
+        waiting = self.pending is not None and not self.pending.committed
+        return self.length + (self.pending.count if waiting else 0)
+
+    def get_mask_sizes(self, query_length) -> tuple[int, int]:
+        count = query_length.shape[0] if torch.is_tensor(query_length) else query_length
+        total = self.get_seq_length() + count
+        if self.is_initialized and not torch.compiler.is_compiling():
+            self.reserve(total)                             # what is refused is refused before any layer has stored anything
+        return KVLength(total, self), 0
+
+    # -- storing --------------------------------------------------------------------------------------------------
+    def reserve(self, length: int) -> None:
+        """Ids, tables and digests for `length` padded tokens a row.
+
+        Raises:
+            ValueError: the byte budget or the host tier is too small; nothing has changed then.
+        """
+        before = self.table, self.digests.unit
+        try:
+            self._reserve(length)
+        except ValueError:
+            self.pending = None                             # the tokens that there is no room for
+            if self.length == 0:
+                for other in self.state.live_layers():      # a prompt that some layers have taken and this one can't
+                    other.reset()
+            else:
+                # The width goes back too: kept, it would count against the budget of shorter turns.
+                self.table, self.digests.unit = before
+                self.state.fit(self.pool)
+            raise
+
+    def _reserve(self, length: int) -> None:
+        P, ub = self.config.block_size, self.digests.unit_blocks
+        needed = -(-length // P)
+        capacity = self.table.shape[2]
+        grown = capacity
+        if needed > capacity:
+            # A quarter more than needed, so that decoding rarely comes back here; whole units, so that no digest
+            # speaks of a block that the table can't name.
+            grown = -(-max(needed + 8, needed * 5 // 4 if capacity else needed) // ub) * ub
+        target = min(needed + 1, grown) if needed > self.columns else self.columns
+        count = self.batch * self.heads * (target - self.columns)
+        more = count * self._layers_to_come()
+        if grown > capacity:
+            old = self.table
+            self.table = torch.cat([old, old.new_zeros(self.batch, self.heads, grown - capacity)], 2)
+            self.state.fit(self.pool, count + more)
+            self.digests.reserve(self.batch, self.heads, grown, self.device)
+            self.version = next_version()
+        if count:
+            fresh = self.pool.allocate(count, more=more)
+            self.table[:, :, self.columns:target] = fresh.view(self.batch, self.heads, -1)
+            self.columns = target
+
+    def _layers_to_come(self) -> int:
+        """Layers that change after this one; with several devices each pool has its own, and this is not known."""
+        return self.state.layers - 1 - self.order if self.state.devices == 1 else 0
+
+    def commit(self, pending: Pending, valid: torch.Tensor | None) -> None:
+        """Store the new tokens; `valid` [B, q] bool, None: all of them are real."""
+        if pending.committed:
+            return
+        self.reserve(self.length + pending.count)
+        pending.committed = True
+        self._append(pending.keys, pending.values, valid)
+
+    def _append(self, keys, values, valid) -> None:
+        count = keys.shape[2]
+        self.digests.settle(self.lengths)
+        if valid is None:
+            flags = torch.ones(self.batch, count, dtype=torch.bool, device=self.device)
+        else:
+            flags = valid
+        if valid is not None or self.ragged:
+            past = self.valid
+            if past is None:
+                past = torch.ones(self.batch, self.length, dtype=torch.bool, device=self.device)
+            self.valid = torch.cat([past, flags], 1)
+        before = self.tail_start(self.lengths)
+        after = self.tail_start(self.lengths + flags.sum(1))
+        tiers = self.pool.tiers()
+        self._unpin(tiers, before, after)
+        ops.append(tiers, self.table, self.lengths, keys, values, flags, self.config.block_size,
+                   self.config.sink_blocks, after, self.config.eviction)
+        self.length += count
+
+    def _unpin(self, tiers, before, after) -> None:
+        """Blocks that leave the tail may be evicted from now on; `before`, `after`: [B] starts of the tail."""
+        if not self.pool.tiered or self.columns == 0:
+            return
+        column = before[:, None] + torch.arange(self.tail_blocks + 1, device=self.device)
+        wanted = (column < after[:, None]) & (column < self.columns)
+        ids = self.table.gather(2, torch.where(wanted, column, 0)[:, None].expand(-1, self.heads, -1))
+        unpin(tiers, ids.reshape(-1), wanted[:, None].expand_as(ids).reshape(-1))
+
+    # -- reading everything -----------------------------------------------------------------------------------------
+    def _compact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored tokens without padding, [B, H, N * P, D] and [B, H, N * P, Dv]; beyond a row's length: anything."""
+        used = -(-self.length // self.config.block_size)
+        ids = self.table[:, :, :used]
+        rows = read(self.pool.tiers(), ids.reshape(-1)).view(*ids.shape, -1)
+        keys, values = split(rows, self.config.block_size, self.key_dim, self.value_dim)
+        return keys.flatten(2, 3), values.flatten(2, 3)
+
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, H, T, D] as a dense cache would hold them; padding holds some real token."""
+        keys, values = self._compact()
+        self._extend_valid()
+        if not self.ragged:
+            return keys[:, :, :self.length], values[:, :, :self.length]
+        index = (self.valid.long().cumsum(1) - 1).clamp(min=0)[:, None, :, None]
+        return (keys.gather(2, index.expand(-1, self.heads, -1, self.key_dim)),
+                values.gather(2, index.expand(-1, self.heads, -1, self.value_dim)))
+
+    def materialise(self, which: str, pending: Pending) -> torch.Tensor:
+        """Dense keys or values for code that is not ours."""
+        self.commit(pending, None)
+        self.state.warn_dense()
+        self.stats.materialized += 1
+        return self.padded()[0 if which == "keys" else 1]
+
+    # -- padding that changes later -----------------------------------------------------------------------------------
+    def agrees(self, valid: torch.Tensor) -> bool:
+        """Whether [B, T] says of the stored tokens what was said when they came. Synchronises."""
+        self._flush()
+        if valid.shape[1] != self.length or not self.is_initialized:
+            return True
+        return bool(valid.all()) if self.valid is None else bool((valid == self.valid).all())
+
+    def shows_more(self, valid: torch.Tensor) -> bool:
+        return self.valid is not None and valid.shape == self.valid.shape and bool((valid & ~self.valid).any())
+
+    def hide(self, valid: torch.Tensor) -> None:
+        """From now on [B, T] says which stored tokens are real: those after the first change are stored again."""
+        if self.agrees(valid):
+            return
+        valid = valid.to(self.device)
+        now = torch.ones_like(valid) if self.valid is None else self.valid
+        first = int((valid != now).any(0).long().argmax())
+        keys, values = (part[:, :, first:].clone() for part in self.padded())
+        self.crop(first - self.length)
+        self.reserve(first + keys.shape[2])
+        self._append(keys, values, valid[:, first:])
+
+    # -- rows -----------------------------------------------------------------------------------------------------------
+    def _take_rows(self, index: torch.Tensor, release: bool = True) -> None:
+        """Become rows `index` [B'] of itself: closed blocks are shared, open ones copied.
+
+        `release`: the present rows go away (else they stay with another layer object, as in a fork).
+        """
+        self._flush()
+        if not self.is_initialized:
+            return
+        index = index.to(self.device)
+        self.digests.settle(self.lengths)
+        P, H = self.config.block_size, self.heads
+        tiers = self.pool.tiers()
+        open_column = self.lengths // P
+        first = int(open_column.min()) if self.ragged else self.length // P
+        lengths, open_column = self.lengths.index_select(0, index), open_column.index_select(0, index)
+        rows = index.shape[0]
+        partial = lengths % P != 0
+        column = torch.where(partial, open_column, 0)[:, None, None].expand(-1, H, -1)
+        old = self.table.index_select(0, index)
+        content = read(tiers, torch.where(partial[:, None], old.gather(2, column).squeeze(2), 0).reshape(-1))
+        table = old.clone()
+        table[:, :, self.columns:] = 0                      # after a crop: blocks that are given back
+        width = self.columns - first
+        more = rows * H * max(0, width) * self._layers_to_come()
+        if width > 0:
+            fresh = self.pool.allocate(rows * H * width, more=more).view(rows, H, width)
+            shared = torch.arange(first, self.columns, device=self.device) < open_column[:, None]
+            table[:, :, first:self.columns] = torch.where(shared[:, None], old[:, :, first:self.columns], fresh)
+        before = self.table, self.lengths, self.batch
+        self.table, self.lengths, self.batch = table, lengths, rows
+        try:
+            self.state.fit(self.pool, more)
+        except ValueError:
+            self.table, self.lengths, self.batch = before
+            raise
+        self.version = next_version()
+        if self.valid is not None:
+            self.valid = self.valid.index_select(0, index)
+        self.digests.take_rows(index)
+        tiers = self.pool.tiers()
+        if release:
+            unpin(tiers, before[0].reshape(-1), torch.ones_like(before[0], dtype=torch.bool).reshape(-1))
+        self._open(tiers, column, partial, content)
+
+    def _open(self, tiers, column, partial, content) -> None:
+        """Put `content` into the open block of rows that have one, and pin it and the sink."""
+        ids = self.table.gather(2, column).reshape(-1)
+        wanted = partial[:, None].expand(-1, self.heads).reshape(-1)
+        slots = acquire(tiers, ids, wanted, self.config.eviction, load=False)
+        tiers[0][slots] = content
+        if self.pool.tiered:
+            tiers[5][slots] = True
+            tiers[5][tiers[2][self.table[:, :, :self.config.sink_blocks]]] = True
+
+    def crop(self, tokens: int) -> None:
+        """Remove tokens at the end: negative, how many; positive, the length to keep. A closed block is reopened."""
+        self._flush()
+        count = self.to_remove(tokens)
+        if count == 0 or not self.is_initialized:
+            return
+        self.digests.settle(self.lengths)
+        before = self.length, self.lengths, self.valid, self.columns, self.digests.clone()
+        self.length -= count
+        self.columns = min(self.columns, -(-self.length // self.config.block_size))
+        if self.ragged:
+            self.lengths = self.lengths - self.valid[:, self.length:].sum(1)
+            self.valid = self.valid[:, :self.length]
+        else:
+            self.lengths = self.lengths - count
+        self.digests.crop(self.lengths, self.length)
+        # The reopened block may be shared with a fork or another row, and so may those after it: fresh ids for both.
+        try:
+            self._take_rows(torch.arange(self.batch, device=self.device))
+        except ValueError:
+            self.length, self.lengths, self.valid, self.columns, self.digests = before
+            raise
+
+    def fork(self, state: CacheState) -> LayerBlocks:
+        """Another layer with the same tokens, which shares closed blocks."""
+        self._flush()
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.state, new.pending, new.stats = state, None, LayerStats(state.config.record_steps)
+        state.members.append(weakref.ref(new))
+        if self.is_initialized:
+            new.digests = self.digests.clone()
+            new.table = self.table.clone()
+            self.pool.join(new)
+            try:
+                new._take_rows(torch.arange(self.batch, device=self.device), release=False)
+            except ValueError:
+                new.reset()
+                raise
+        return new
+
+    def reset(self) -> None:
+        """Forget everything and give the blocks back."""
+        if self.is_initialized:
+            self.pool.drop()
+            self.pool.users.discard(self)
+            if self.pool.tiered and not self.pool.users:
+                self.pool.counters.zero_()
+        self._clear()
+        self.stats = LayerStats(self.config.record_steps)
+
+    def __del__(self):
+        pool = getattr(self, "pool", None)
+        if pool is not None:
+            pool.drop()
