@@ -137,15 +137,6 @@ def test_exact_run_differs_without(monkeypatch, broken, family, scenario):
     assert differ(ours, expected), "the scenario passes although the library is broken"
 
 
-def test_drafts_leave_digests_behind_without_their_crop(monkeypatch):
-    config = SPARSE.replace(sparse_queries=True)
-    plain = run_patched("llama", greedy, config)
-    skip(DigestStore, "crop")(monkeypatch)
-    tokens = plain["tokens"][0, PROMPT_LENGTH:-1]
-    logits, _ = run_patched("llama", lambda *args: by_verification(*args, tokens), config)
-    assert (logits - plain["scores"][1:, 0]).abs().max().item() > 10 * LOGIT_TOLERANCE
-
-
 def test_offloaded_differs_without_write_through(monkeypatch):
     """Blocks that close while decoding reach the host tier; what is evicted without that comes back empty."""
     ids, mask = pad_left(padded_prompts())

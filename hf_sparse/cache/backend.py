@@ -16,8 +16,8 @@ MIN_CAPABILITY = (8, 0)
 def use_kernels(config: PSAConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels serve these settings here. On a GPU, the reason why not is given once, as a warning."""
     reason = _missing(config, device, dtype)
-    if reason is not None and device.type == "cuda":
-        _warn(reason)
+    if reason is not None:
+        warn_reference(reason, device)
     return reason is None
 
 
@@ -52,6 +52,12 @@ def unsupported(config: PSAConfig) -> str | None:
         if getattr(config, name):
             return f"{name} has no kernels"
     return None
+
+
+def warn_reference(reason: str, device: torch.device) -> None:
+    """On a GPU, say once why decoding takes the reference."""
+    if device.type == "cuda":
+        _warn(reason)
 
 
 @lru_cache(maxsize=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.reference.dense import exact_attention
+from .backend import warn_reference
 from .blocks import LayerBlocks
 from .handle import Pending
 from .pool import next_version
@@ -119,7 +120,11 @@ class PSALayer(LayerBlocks):
     # -- the decode step as kernels -------------------------------------------------------------------------------------
     def on_device(self, length: int) -> bool:
         """Whether a step that makes the row `length` tokens long is the kernels' to take."""
-        return self.state.kernels(self.device, self.dtype) and not self.pool.tiered and length >= self.config.min_context
+        if length < self.config.min_context or not self.state.kernels(self.device, self.dtype):
+            return False
+        if self.pool.tiered:
+            warn_reference("a host tier has no fetch kernels", self.device)
+        return not self.pool.tiered
 
     def begin_step(self) -> None:
         """Host work before a step of the kernels: room for one token, and digests of everything before it."""

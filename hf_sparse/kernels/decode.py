@@ -71,7 +71,7 @@ class DecodeWork:
         self.shape, self.policy, self.device = shape, policy, device
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=device)  # noqa: E731
         self.forced, self.forced_mass = new(B, H, GP, value_pad), new(B, H, GP)
-        self.total, self.info = new(B, H, GP), new(B, H, 4, dtype=torch.int32)
+        self.total, self.info = new(B, H, GP), new(B, H, 8, dtype=torch.int32)
         self.arrived = new(B, H, dtype=torch.int32)
         self.width = 0
         self.reserve(1)
@@ -83,7 +83,7 @@ class DecodeWork:
         shape = self.shape
         B, H, GP = shape.batch, shape.heads, shape.group_pad
         width = -(-blocks // 256) * 256
-        chunks = -(-width // chunk_blocks(self.policy))
+        chunks = -(-width // chunk_blocks(self.policy)) + 1                  # one more, for reading on
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
         self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
@@ -212,7 +212,7 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
         policy.threshold, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, CT=CT,
         TT=max(P, min(tune.attend_tile, CB * P, 16384 // DP)), TYPE=TYPES[shape.dtype], CAP=cap,
         SINKS=sinks is not None, NEVER=policy.never, BY_ESTIMATE=policy.by_estimate, GROUP_MIN=policy.group_min,
-        num_warps=tune.attend_warps, num_stages=tune.attend_stages)
+        SINK=policy.sink_blocks, num_warps=tune.attend_warps, num_stages=tune.attend_stages)
     return out
 
 

@@ -22,7 +22,8 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     """One program a row and KV head.
 
     MF [B, H, GP]: log2 mass of the always-read blocks. Writes TOT [B, H, GP]: log2 of the estimated total mass;
-    INFO [B, H, 4] int32: blocks ranked, candidates, always-read blocks, how many must be read; RANKED, SHARE.
+    INFO [B, H, 8] int32: blocks ranked, candidates, always-read blocks, how many must be read and may be, the bits of the
+    share above which blocks are ranked; RANKED, SHARE.
     threshold, slack: blocks are ranked until the estimated coverage is threshold + slack. NEVER: there is no stop
     rule. PLAN_ALL: rank all that may be read.
     """
@@ -134,8 +135,10 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
                 before = (sj[None, :] > si[:, None]) | ((sj[None, :] == si[:, None]) & (j[None, :] < i[:, None]))
                 rank += tl.sum((before & (j < found)[None, :]).to(tl.int32), 1)
         tl.store(ranked + rank, ni, mask=(i < found) & (rank < count))
-    info = INFO + pid * 4
+    info = INFO + pid * 8
     tl.store(info, tl.minimum(found, count))
     tl.store(info + 1, candidates)
     tl.store(info + 2, forced)
     tl.store(info + 3, floor)
+    tl.store(info + 4, count)
+    tl.store(info + 5, cut)

@@ -168,6 +168,57 @@ def test_a_unit_closed_by_the_kernels_has_the_digest_of_the_reference():
             torch.testing.assert_close(a.float(), b.float(), rtol=2e-3, atol=1e-6)
 
 
+def test_a_unit_that_is_reopened_gets_a_new_digest():
+    twins, plain = make_twins(tokens=128 * 2 - 3, pads=(0, 0)), make_twins(tokens=128 * 2 - 3, pads=(0, 0))
+    for _ in range(5):
+        twins.step(check_reference=False)                  # closes the second unit with tokens that are taken back
+    twins.ours.crop(-5)
+    plain.step(check_reference=False)
+    plain.ours.crop(-1)                                    # calibrated like the other, and nothing else
+    key, value = torch.randn(2, 2, 6, 16, generator=torch.Generator().manual_seed(9)), torch.zeros(2, 2, 6, 16)
+    query = torch.ones(2, 4, 1, 16)
+    outputs = []
+    for layer in (twins.ours, plain.ours):
+        for i in range(6):
+            pending = Pending(key[:, :, i:i + 1], value[:, :, i:i + 1], layer.length)
+            output = layer.attend(query, pending, None, None, 0.25, 0.0, None, None)
+        outputs.append(output)
+    for a, b in zip(twins.ours.digests.unit, plain.ours.digests.unit):
+        assert torch.equal(a[:, :, :2], b[:, :, :2])
+    torch.testing.assert_close(*outputs)
+
+
+def test_masses_far_from_their_estimates_stay_finite():
+    """Keys this large make estimates wrong by hundreds of bits; the result is still attention over what was read."""
+    twins = make_twins(tokens=400, block_size=8, scale=12.0, threshold=0.85)
+    for layer in (twins.ours, twins.reference):
+        layer.pool.kv.mul_(4.0)
+    for _ in range(3):
+        _, ours, _ = twins.step()
+        assert torch.isfinite(ours).all()
+    stats = twins.ours.stats.as_dict(0, "psa", False)
+    assert 0.0 <= stats["coverage"] <= 1.0
+
+
+def test_the_threshold_holds_where_the_estimates_were_too_high():
+    """Ranked blocks are planned by their estimates; where these gave too little, more is read."""
+    twins = make_twins(tokens=700, block_size=8, threshold=0.9, pads=(0, 0))
+    layer = twins.ours
+    layer.begin_step()
+    # Estimates that put all of the mass into the first candidates.
+    for name, part in zip(layer.digests.digest.unit_layout(torch.float32), layer.digests.unit):
+        if name == "minimum":
+            part[:, :, 0] += 3.0
+    for _ in range(2):
+        query, ours, _ = twins.step(check_reference=False)
+    keys, _ = layer.padded()
+    logits = torch.einsum("bhgd,bhtd->bhgt", query.squeeze(2).unflatten(1, (2, 2)) * 0.25, keys)
+    captured = torch.tensor(layer.stats.as_dict(0, "psa", False)["captured_log_mass"]).view(2, 2, 2)
+    assert torch.isfinite(ours).all()
+    assert (captured <= torch.logsumexp(logits, -1) + 1e-4).all()
+    assert layer.stats.as_dict(0, "psa", False)["coverage"] >= 0.9 - 1e-3
+
+
 def test_what_was_never_written_is_never_read():
     clean, dirty = make_twins(tokens=300), make_twins(tokens=300)
     layer = dirty.ours
