@@ -197,6 +197,17 @@ def test_cropping_into_the_first_block_again_and_again():
     shadow.decode(5)
 
 
+def test_reordering_again_and_again_pins_no_more():
+    """What a beam leaves behind may be evicted: in a small pool its open blocks would soon fill all slots."""
+    shadow = make("tiered")
+    shadow.feed(41, batch=3)
+    pool = shadow.cache.sparse_layers[0].pool
+    for index in ([0, 0, 1], [2, 1, 0], [1, 1, 1], [0, 1, 2]) * 4:
+        shadow.reorder(index)
+        assert int(pool.pinned.sum()) <= 1 + sum(layer.pinned_blocks(3) for layer in shadow.cache.sparse_layers)
+        shadow.decode(1)
+
+
 # -- below threshold 1: which blocks are read depends on digests, and those travel with the rows ---------------------
 
 
@@ -239,6 +250,8 @@ def test_sparse_rows_keep_their_selection(operation, digest, tiers):
         other = Text(rows=3, length=end, layers=2, key_dim=8, seed=9)
         decode(cache, other, middle, middle + 15)  # closes the unit at token 256 with tokens that are taken back
         cache.crop(-15)
+        feed(cache, text, middle, middle + 15)  # the right tokens, in one go, close the unit again
+        middle += 15
     output = decode(cache, text.select(rows), middle, end)
     for i, row in enumerate(rows):
         if row not in expected:

@@ -99,7 +99,8 @@ def check_same_after(text, one_way, another, end, **settings):
     assert results[0][1:] == results[1][1:] and results[0][1] < results[0][2]
 
 
-def test_holes_between_turns_leave_the_rows_as_they_are_alone():
+@pytest.mark.parametrize("cuts", [(0, 180, 400), (0, 400), (0, 90, 399, 400)], ids=str)
+def test_holes_between_turns_leave_the_rows_as_they_are_alone(cuts):
     """The queries that order the channels are a row's last real ones, wherever its padding is."""
     text = Text(rows=2, length=410, layers=1, key_dim=8)
     settings = dict(threshold=0.6, round_blocks=1)
@@ -107,7 +108,7 @@ def test_holes_between_turns_leave_the_rows_as_they_are_alone():
     valid[0, 180:270] = False  # the second turn of row 0 is short
     valid[1, :55] = False
     cache = text.cache(**settings)
-    for low, high in ((0, 180), (180, 400)):
+    for low, high in zip(cuts, cuts[1:]):
         feed(cache, text, low, high, valid[:, :high])
     output = decode(cache, text, 400, 410)
     for row in range(2):

@@ -1,0 +1,90 @@
+"""Compile the decode kernels for a GPU that is not there: python -m tests.triton.compile_kernels [CAPABILITY ...]
+
+The interpreter runs kernels as Python and sees neither types that change in a loop nor what an instruction set lacks.
+"""
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hf_sparse import PSAConfig
+from hf_sparse.cache.static import decode_policy
+from hf_sparse.kernels import decode
+
+POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.int8: "*i8", torch.float32: "*fp32", torch.float16: "*fp16",
+            torch.bfloat16: "*bf16"}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# query heads a group, head dim, block size, dtype, softcap, sinks, policy
+CASES = [
+    (4, 128, 32, torch.bfloat16, 0.0, False, {"max_blocks": 128}),
+    (3, 80, 16, torch.float16, 30.0, True, {"group_stop": "min"}),
+]
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it would have been launched with."""
+
+    def __init__(self, kernel, launches: list):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+
+
+def record(group, dim, block_size, dtype, softcap, sinks, settings) -> list:
+    """The launches of one decode step."""
+    launches: list = []
+    names = ("append_kernel", "score_kernel", "select_kernel", "attend_kernel")
+    kernels = {name: getattr(decode, name) for name in names}
+    properties = torch.cuda.get_device_properties
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    try:
+        for name, kernel in kernels.items():
+            setattr(decode, name, Recorder(kernel, launches))
+        decode.TUNING.parallel = False                      # there is no stream to put the append on
+        high = -(-dim // 4)
+        shape = decode.DecodeShape(1, 2, group, dim, dim, block_size, 128 // block_size, high, dim - high, dtype)
+        policy = decode_policy(PSAConfig(block_size=block_size, **settings))
+        work = decode.DecodeWork(shape, policy, torch.device("cpu"))
+        query, key = torch.zeros(1, 2 * group, 1, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=dtype)
+        decode.decode_layer(torch.zeros(decode.FIELDS, dtype=torch.int64), work, torch.zeros(64, dtype=torch.int8), query,
+                            key, key, torch.zeros(2 * group) if sinks else None, dim**-0.5, softcap)
+    finally:
+        decode.TUNING.parallel = True
+        torch.cuda.get_device_properties = properties
+        for name, kernel in kernels.items():
+            setattr(decode, name, kernel)
+    return launches
+
+
+def compile_launch(kernel, args, kwargs, capability: int):
+    names = kernel.arg_names
+    signature = {}
+    for name, value in zip(names, args):
+        if torch.is_tensor(value):
+            signature[name] = POINTERS[value.dtype]
+        else:
+            signature[name] = {bool: "i1", int: "i32", float: "fp32"}[type(value)]
+    constants = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+    signature.update(dict.fromkeys(constants, "constexpr"))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(args) if torch.is_tensor(value)}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def main(capabilities: list[int]) -> None:
+    for capability in capabilities:
+        for case in CASES:
+            for kernel, args, kwargs in record(*case):
+                compiled = compile_launch(kernel, args, kwargs, capability)
+                print(f"sm_{capability} {kernel.__name__} group {case[0]} dim {case[1]}: {len(compiled.asm['cubin'])} bytes")
+
+
+if __name__ == "__main__":
+    main([int(argument) for argument in sys.argv[1:]] or [80, 90])
