@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -17,3 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def seeded() -> None:
     """Each test starts from the same global random state, whatever ran before it."""
     torch.manual_seed(0)
+
+# Triton decides at its own import whether kernels are interpreted, so these run in a process of their own
+# (tests/test_triton_kernels.py starts it).
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["triton"]

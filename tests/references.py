@@ -107,11 +107,15 @@ class ChannelCodes:
         inside = keys.double()[sink_tokens:]
         self.sink_tokens = sink_tokens
         self.centre = inside.mean(0) if len(inside) else torch.zeros(keys.shape[1], dtype=torch.float64)
-        spread = inside.var(0, unbiased=False) if len(inside) else torch.zeros(keys.shape[1], dtype=torch.float64)
+        spread = (
+            inside.var(0, unbiased=False) if len(inside) else torch.zeros(keys.shape[1], dtype=torch.float64)
+        )
         weight = queries.double().square().mean((0, 1)) * spread
         self.order = sorted(range(keys.shape[1]), key=lambda channel: (-weight[channel].item(), channel))
 
-    def masses(self, query: Tensor, keys: Tensor, block_size: int, softcap: float = 0.0, unit: int = 128) -> Tensor:
+    def masses(
+        self, query: Tensor, keys: Tensor, block_size: int, softcap: float = 0.0, unit: int = 128
+    ) -> Tensor:
         """[G, n] estimated log mass of the blocks in whole units of [T, D] keys."""
         strong = math.ceil(keys.shape[1] / 4)
         high, low = self.order[:strong], self.order[strong:]
@@ -136,7 +140,9 @@ def rank(estimates: Tensor, captured: Tensor) -> list[int]:
     shares = []
     for head in range(estimates.shape[0]):
         top = max(estimates[head].max().item(), captured[head].item())
-        total = math.exp(captured[head].item() - top) + sum(math.exp(x - top) for x in estimates[head].tolist())
+        total = math.exp(captured[head].item() - top) + sum(
+            math.exp(x - top) for x in estimates[head].tolist()
+        )
         shares.append([math.exp(x - top) / total for x in estimates[head].tolist()])
     means = [sum(column) / len(column) for column in zip(*shares)]
     return sorted(range(len(means)), key=lambda block: (-means[block], block))
@@ -163,8 +169,18 @@ def mass_left(rule: str, true: list[float], estimated: list[float], done: int, w
 
 
 def blocks_read(
-    *, true, estimated, captured, bounds, count, floor=0, policy="threshold", rule="estimate", threshold=0.9, window=16,
-    group_stop="mean"
+    *,
+    true,
+    estimated,
+    captured,
+    bounds,
+    count,
+    floor=0,
+    policy="threshold",
+    rule="estimate",
+    threshold=0.9,
+    window=16,
+    group_stop="mean",
 ) -> int:
     """How many ranked candidates one KV head reads.
 
@@ -209,10 +225,33 @@ def round_bounds(limit: int, first: int, growth: float, largest: int = 32) -> li
     return bounds
 
 
-def sparse_step(query, keys, values, estimates, *, block_size, unit_blocks=1, sink_blocks=1, recent_blocks=1, policy="threshold",
-                rule="estimate", threshold=0.85, window=16, group_stop="mean", min_blocks=0, max_blocks=None, top_k=None, top_p=0.9,
-                min_context=0, round_blocks=8, round_growth=1.25, longest=None, softcap=0.0, sinks=None,
-                estimates_masses=True) -> dict:  # fmt: skip
+def sparse_step(
+    query,
+    keys,
+    values,
+    estimates,
+    *,
+    block_size,
+    unit_blocks=1,
+    sink_blocks=1,
+    recent_blocks=1,
+    policy="threshold",
+    rule="estimate",
+    threshold=0.85,
+    window=16,
+    group_stop="mean",
+    min_blocks=0,
+    max_blocks=None,
+    top_k=None,
+    top_p=0.9,
+    min_context=0,
+    round_blocks=8,
+    round_growth=1.25,
+    longest=None,
+    softcap=0.0,
+    sinks=None,
+    estimates_masses=True,
+) -> dict:
     """One decode step of one KV head of one row, its newest token included in `keys` [T, D] and `values` [T, Dv].
 
     Args:
@@ -251,19 +290,46 @@ def sparse_step(query, keys, values, estimates, *, block_size, unit_blocks=1, si
         count = floor = len(candidates)
     done = 0
     if candidates:
-        bounds = round_bounds(max(len(candidates), (longest or length) // block_size), round_blocks, round_growth)
-        done = blocks_read(true=true[:, ranked].tolist(), estimated=estimated, captured=captured.tolist(), bounds=bounds, count=count,
-                           floor=min(floor, count), policy=policy, rule=rule, threshold=top_p if policy == "top_p" else threshold,
-                           window=window, group_stop=group_stop)  # fmt: skip
+        bounds = round_bounds(
+            max(len(candidates), (longest or length) // block_size), round_blocks, round_growth
+        )
+        done = blocks_read(
+            true=true[:, ranked].tolist(),
+            estimated=estimated,
+            captured=captured.tolist(),
+            bounds=bounds,
+            count=count,
+            floor=min(floor, count),
+            policy=policy,
+            rule=rule,
+            threshold=top_p if policy == "top_p" else threshold,
+            window=window,
+            group_stop=group_stop,
+        )
     keep = always | torch.isin(block, torch.tensor(ranked[:done], dtype=torch.int64))
     output, _ = attention(query, keys, values, keep, softcap, sinks)
     _, mass = attention(query, keys, values, keep, softcap)
     got = mass.exp() if sinks is None else mass.exp() + sinks.double().exp()
     everything = true.sum(-1) if sinks is None else true.sum(-1) + sinks.double().exp()
-    left = torch.tensor([sum(row[done:]) for row in estimated], dtype=torch.float64) if candidates else torch.zeros_like(got)
+    left = (
+        torch.tensor([sum(row[done:]) for row in estimated], dtype=torch.float64)
+        if candidates
+        else torch.zeros_like(got)
+    )
     if not estimates_masses and candidates:
         # The digest only ranks: coverage is what the stop rule sees, which has nothing to go by before the first block.
         seen_by = "window" if rule == "estimate" else rule
-        left = torch.tensor([mass_left(seen_by, row, None, done, window) if done else math.inf for row in true[:, ranked].tolist()],
-                            dtype=torch.float64)  # fmt: skip
-    return {"output": output, "mass": mass, "coverage": got / (got + left), "true": got / everything, "read": forced + done}
+        left = torch.tensor(
+            [
+                mass_left(seen_by, row, None, done, window) if done else math.inf
+                for row in true[:, ranked].tolist()
+            ],
+            dtype=torch.float64,
+        )
+    return {
+        "output": output,
+        "mass": mass,
+        "coverage": got / (got + left),
+        "true": got / everything,
+        "read": forced + done,
+    }

@@ -9,6 +9,7 @@ import math
 import pickle
 
 import pytest
+
 from hf_sparse import PSAConfig
 from hf_sparse.config import CONFIG_NAME, FORK_FIELDS, PRESETS
 
@@ -87,7 +88,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "error", "message"), BAD, ids=[f"{case[0]}={case[1]!r}" for case in BAD])
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"), BAD, ids=[f"{case[0]}={case[1]!r}" for case in BAD]
+)
 def test_bad_value(field, value, error, message):
     with pytest.raises(error, match=message):
         PSAConfig(**{field: value})
@@ -95,44 +98,80 @@ def test_bad_value(field, value, error, message):
         PSAConfig().replace(**{field: value})
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    (dict(policy="top_k"), "policy='top_k' needs top_k"),
-    (dict(min_blocks=20, max_blocks=10), "max_blocks=10 is below min_blocks=20"),
-    (dict(sink_blocks=4, recent_blocks=8, max_blocks=10), "max_blocks=10 is below the 13 blocks that are always read"),
-    (dict(digest="min_max"), "stop_rule='estimate' needs a digest that estimates mass token by token.*Use stop_rule='window'"),
-    (dict(digest="centroid", threshold=0.5), "digest='centroid' does not"),
-], ids=["top_k-missing", "max-below-min", "max-below-forced", "estimate-min_max", "estimate-centroid"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(policy="top_k"), "policy='top_k' needs top_k"),
+        (dict(min_blocks=20, max_blocks=10), "max_blocks=10 is below min_blocks=20"),
+        (
+            dict(sink_blocks=4, recent_blocks=8, max_blocks=10),
+            "max_blocks=10 is below the 13 blocks that are always read",
+        ),
+        (
+            dict(digest="min_max"),
+            "stop_rule='estimate' needs a digest that estimates mass token by token.*Use stop_rule='window'",
+        ),
+        (dict(digest="centroid", threshold=0.5), "digest='centroid' does not"),
+    ],
+    ids=["top_k-missing", "max-below-min", "max-below-forced", "estimate-min_max", "estimate-centroid"],
+)
 def test_settings_that_contradict(settings, message):
     with pytest.raises(ValueError, match=message):
         PSAConfig(**settings)
 
 
-@pytest.mark.parametrize("settings", [
-    dict(digest="min_max", threshold=1.0), dict(digest="min_max", stop_rule="window"), dict(digest="centroid", policy="top_k", top_k=8),
-    dict(policy="top_k", top_k=0.1), dict(threshold=1), dict(max_blocks=3), dict(sink_blocks=0, recent_blocks=0, max_blocks=1),
-    dict(gpu_memory="4GiB", host_memory=0), dict(gpu_memory=10**9), dict(dense_layers=[0, 5]), dict(min_blocks=5, max_blocks=5),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(digest="min_max", threshold=1.0),
+        dict(digest="min_max", stop_rule="window"),
+        dict(digest="centroid", policy="top_k", top_k=8),
+        dict(policy="top_k", top_k=0.1),
+        dict(threshold=1),
+        dict(max_blocks=3),
+        dict(sink_blocks=0, recent_blocks=0, max_blocks=1),
+        dict(gpu_memory="4GiB", host_memory=0),
+        dict(gpu_memory=10**9),
+        dict(dense_layers=[0, 5]),
+        dict(min_blocks=5, max_blocks=5),
+    ],
+    ids=str,
+)
 def test_good_values(settings):
     config = PSAConfig(**settings)
     for name, value in settings.items():
         assert getattr(config, name) == (tuple(value) if isinstance(value, list) else value)
 
 
-@pytest.mark.parametrize(("name", "hint"), [("treshold", "threshold"), ("gpu_mem", "gpu_memory"), ("topk", "top_k"), ("blocksize", "block_size")])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("treshold", "threshold"), ("gpu_mem", "gpu_memory"), ("topk", "top_k"), ("blocksize", "block_size")],
+)
 def test_unknown_names_suggest(name, hint):
-    for build in (PSAConfig().replace, lambda **kw: PSAConfig.build(None, **kw), lambda **kw: PSAConfig.from_dict(kw)):
+    for build in (
+        PSAConfig().replace,
+        lambda **kw: PSAConfig.build(None, **kw),
+        lambda **kw: PSAConfig.from_dict(kw),
+    ):
         with pytest.raises(TypeError, match=f"has no field '{name}'. Did you mean '{hint}'"):
             build(**{name: 1})
 
 
 def test_unknown_names_without_a_close_one_list_all():
-    with pytest.raises(TypeError, match="has no field 'zzz'. Known fields: threshold, policy, .*record_steps"):
+    with pytest.raises(
+        TypeError, match="has no field 'zzz'. Known fields: threshold, policy, .*record_steps"
+    ):
         PSAConfig.build(zzz=1)
 
 
 def test_defaults_are_the_documented_ones():
     config = PSAConfig()
-    assert (config.threshold, config.digest, config.stop_rule, config.group_stop) == (0.85, "channel_codes", "estimate", "mean")
+    assert (config.threshold, config.digest, config.stop_rule, config.group_stop) == (
+        0.85,
+        "channel_codes",
+        "estimate",
+        "mean",
+    )
     assert (config.block_size, config.min_context, config.eviction) == (32, 2048, "decayed")
     assert config == PSAConfig.preset("psa")
 
@@ -145,11 +184,33 @@ def test_immutable_and_hashable():
 
 
 EVERY_FIELD = dict(
-    threshold=0.7, policy="top_k", digest="key_bits", key_bits=3, stop_rule="window", stop_window=5, group_stop="min",
-    group_reduction="max", block_size=16, sink_blocks=2, recent_blocks=3, min_blocks=7, max_blocks=90, top_k=0.25, top_p=0.8,
-    min_context=17, round_blocks=4, round_growth=1.5, gpu_memory="3GiB", host_memory=12345, eviction="fifo", verify=True,
-    sparse_queries=True, dense_layers=(0, 3), record_steps=9, compile=False,
-)  # fmt: skip
+    threshold=0.7,
+    policy="top_k",
+    digest="key_bits",
+    key_bits=3,
+    stop_rule="window",
+    stop_window=5,
+    group_stop="min",
+    group_reduction="max",
+    block_size=16,
+    sink_blocks=2,
+    recent_blocks=3,
+    min_blocks=7,
+    max_blocks=90,
+    top_k=0.25,
+    top_p=0.8,
+    min_context=17,
+    round_blocks=4,
+    round_growth=1.5,
+    gpu_memory="3GiB",
+    host_memory=12345,
+    eviction="fifo",
+    verify=True,
+    sparse_queries=True,
+    dense_layers=(0, 3),
+    record_steps=9,
+    compile=False,
+)
 
 
 def test_the_round_trip_cases_change_every_field():
@@ -158,17 +219,24 @@ def test_the_round_trip_cases_change_every_field():
     assert [name for name, value in EVERY_FIELD.items() if getattr(default, name) == value] == []
 
 
-@pytest.mark.parametrize("trip", [
-    lambda config, path: PSAConfig.from_dict(config.to_dict()),
-    lambda config, path: PSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))),
-    lambda config, path: (config.save_pretrained(path), PSAConfig.from_pretrained(path))[1],
-    lambda config, path: (config.save_pretrained(str(path / "new" / "folder")), PSAConfig.from_pretrained(path / "new" / "folder"))[1],
-    lambda config, path: copy.deepcopy(config),
-    lambda config, path: pickle.loads(pickle.dumps(config)),
-    lambda config, path: config.replace(),
-    lambda config, path: PSAConfig.build(config),
-    lambda config, path: PSAConfig.build(config.to_dict()),
-], ids=["dict", "json", "file", "new-folder", "deepcopy", "pickle", "replace", "build", "build-dict"])  # fmt: skip
+@pytest.mark.parametrize(
+    "trip",
+    [
+        lambda config, path: PSAConfig.from_dict(config.to_dict()),
+        lambda config, path: PSAConfig.from_dict(json.loads(json.dumps(config.to_dict()))),
+        lambda config, path: (config.save_pretrained(path), PSAConfig.from_pretrained(path))[1],
+        lambda config, path: (
+            config.save_pretrained(str(path / "new" / "folder")),
+            PSAConfig.from_pretrained(path / "new" / "folder"),
+        )[1],
+        lambda config, path: copy.deepcopy(config),
+        lambda config, path: pickle.loads(pickle.dumps(config)),
+        lambda config, path: config.replace(),
+        lambda config, path: PSAConfig.build(config),
+        lambda config, path: PSAConfig.build(config.to_dict()),
+    ],
+    ids=["dict", "json", "file", "new-folder", "deepcopy", "pickle", "replace", "build", "build-dict"],
+)
 @pytest.mark.parametrize("settings", [{}, EVERY_FIELD], ids=["defaults", "every-field"])
 def test_round_trip(tmp_path, settings, trip):
     config = PSAConfig(**settings)
@@ -224,7 +292,12 @@ def test_presets(name):
 def test_presets_say_what_they_promise():
     assert PSAConfig.preset("exact").threshold == 1.0
     paper = PSAConfig.preset("paper")
-    assert (paper.digest, paper.stop_rule, paper.threshold, paper.eviction) == ("cuboid_mean", "nleft", 0.95, "lru")
+    assert (paper.digest, paper.stop_rule, paper.threshold, paper.eviction) == (
+        "cuboid_mean",
+        "nleft",
+        0.95,
+        "lru",
+    )
 
 
 def test_unknown_preset():
@@ -240,13 +313,22 @@ def test_build_from_something_else(value):
 
 def test_overrides_come_last():
     assert PSAConfig.build("paper", threshold=0.5).threshold == 0.5
-    assert PSAConfig.build({"threshold": 0.4}, threshold=0.5, sink_blocks=3) == PSAConfig(threshold=0.5, sink_blocks=3)
+    assert PSAConfig.build({"threshold": 0.4}, threshold=0.5, sink_blocks=3) == PSAConfig(
+        threshold=0.5, sink_blocks=3
+    )
 
 
-@pytest.mark.parametrize(("settings", "gpu", "host"), [
-    ({}, None, 0), (dict(gpu_memory="1KiB"), 1024, None), (dict(gpu_memory=5000, host_memory=0), 5000, 0),
-    (dict(host_memory="2KB"), None, 2000), (dict(gpu_memory="1MiB", host_memory="1GiB"), 2**20, 2**30),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "gpu", "host"),
+    [
+        ({}, None, 0),
+        (dict(gpu_memory="1KiB"), 1024, None),
+        (dict(gpu_memory=5000, host_memory=0), 5000, 0),
+        (dict(host_memory="2KB"), None, 2000),
+        (dict(gpu_memory="1MiB", host_memory="1GiB"), 2**20, 2**30),
+    ],
+    ids=str,
+)
 def test_bytes(settings, gpu, host):
     config = PSAConfig(**settings)
     assert config.gpu_bytes == gpu and config.host_bytes == host
@@ -255,4 +337,13 @@ def test_bytes(settings, gpu, host):
 def test_fork_fields_exist_and_leave_storage_alone():
     names = {field.name for field in dataclasses.fields(PSAConfig)}
     assert set(FORK_FIELDS) <= names
-    assert not set(FORK_FIELDS) & {"digest", "key_bits", "block_size", "gpu_memory", "host_memory", "eviction", "sink_blocks", "recent_blocks"}
+    assert not set(FORK_FIELDS) & {
+        "digest",
+        "key_bits",
+        "block_size",
+        "gpu_memory",
+        "host_memory",
+        "eviction",
+        "sink_blocks",
+        "recent_blocks",
+    }

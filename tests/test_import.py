@@ -62,7 +62,14 @@ def test_cuda_is_not_initialised():
 def test_all_is_what_there_is():
     import hf_sparse
 
-    assert set(hf_sparse.__all__) == {"PSACache", "PSAConfig", "__version__", "patch_model", "patched", "unpatch_model"}
+    assert set(hf_sparse.__all__) == {
+        "PSACache",
+        "PSAConfig",
+        "__version__",
+        "patch_model",
+        "patched",
+        "unpatch_model",
+    }
     assert dir(hf_sparse) == sorted(hf_sparse.__all__)
     for name in hf_sparse.__all__:
         assert getattr(hf_sparse, name) is not None

@@ -10,9 +10,16 @@ import warnings
 
 import pytest
 import torch
-from hf_sparse import PSACache, PSAConfig, patch_model, patched, unpatch_model
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedTokenizerFast, StaticCache, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    pipeline,
+)
 
+from hf_sparse import PSACache, PSAConfig, patch_model, patched, unpatch_model
 from tests.models import FAMILIES, get_draft_model, get_model
 from tests.scenarios import make_prompt, pad_left
 
@@ -37,7 +44,11 @@ def snapshot(model) -> dict:
     """All that patching may touch."""
     return {
         "attributes": sorted(name for name in model.__dict__),
-        "attention": {name: getattr(module.config, "_attn_implementation", None) for name, module in model.named_modules() if hasattr(module, "config")},
+        "attention": {
+            name: getattr(module.config, "_attn_implementation", None)
+            for name, module in model.named_modules()
+            if hasattr(module, "config")
+        },
         "config": json.dumps(model.config.to_dict(), default=str, sort_keys=True),
         "hooks": [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()],
         "generate": model.generate,
@@ -123,7 +134,11 @@ def test_unpatching_a_plain_model_does_nothing(model):
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("given", ["exact", {"threshold": 1.0}, PSAConfig(threshold=1.0), None], ids=["preset", "dict", "config", "nothing"])
+@pytest.mark.parametrize(
+    "given",
+    ["exact", {"threshold": 1.0}, PSAConfig(threshold=1.0), None],
+    ids=["preset", "dict", "config", "nothing"],
+)
 def test_ways_to_name_a_config(llama, given):
     patch_model(llama, given, min_context=5)
     llama.generate(IDS, **TOOLS)
@@ -265,11 +280,16 @@ def test_with_a_generation_config_that_wants_no_cache(llama):
 
 @pytest.mark.parametrize("implementation", ["static", "dynamic"])
 def test_with_another_cache_implementation(llama, implementation):
-    assert without(llama, inputs=IDS, cache_implementation=implementation, disable_compile=True, **TOOLS) is None
+    assert (
+        without(llama, inputs=IDS, cache_implementation=implementation, disable_compile=True, **TOOLS) is None
+    )
 
 
 def test_with_other_caches(model):
-    for make in (lambda: DynamicCache(config=model.config), lambda: StaticCache(config=model.config, max_cache_len=80)):
+    for make in (
+        lambda: DynamicCache(config=model.config),
+        lambda: StaticCache(config=model.config, max_cache_len=80),
+    ):
         expected = model.generate(IDS, past_key_values=make(), disable_compile=True, **TOOLS)
         with patched(model, EXACT):
             got = model.generate(IDS, past_key_values=make(), disable_compile=True, **TOOLS)
@@ -311,7 +331,9 @@ def test_forward_in_training_is_what_it_was(llama):
         loss = llama(IDS, labels=IDS, use_cache=False).loss
         loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(llama.model.layers[0].self_attn.q_proj.weight.grad, gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        llama.model.layers[0].self_attn.q_proj.weight.grad, gradient, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -341,7 +363,11 @@ def test_warnings_are_few(llama):
         warnings.simplefilter("always")
         with patched(llama, SPARSE):
             llama.generate(IDS, **TOOLS)
-    ours = [str(warning.message) for warning in caught if "PSA" in str(warning.message) or "hf_sparse" in str(warning.filename)]
+    ours = [
+        str(warning.message)
+        for warning in caught
+        if "PSA" in str(warning.message) or "hf_sparse" in str(warning.filename)
+    ]
     assert ours == []
 
 
@@ -355,7 +381,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<unk>": 1, "<eos>": 2, **{f"w{i}": i for i in range(3, 101)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>", padding_side="left"
+    )
 
 
 def test_the_same_prompt_again_is_refused_however_it_is_given(llama):
@@ -371,8 +399,14 @@ def test_the_same_prompt_again_is_refused_however_it_is_given(llama):
 
 
 def test_pipeline(llama, tokenizer):
-    texts = [" ".join(f"w{int(token)}" for token in make_prompt(length, seed=length)) for length in (60, 44, 71)]
-    run = lambda: pipeline("text-generation", model=llama, tokenizer=tokenizer)(texts, batch_size=3, max_new_tokens=8, do_sample=False)  # noqa: E731
+    texts = [
+        " ".join(f"w{int(token)}" for token in make_prompt(length, seed=length)) for length in (60, 44, 71)
+    ]
+
+    def run():
+        generator = pipeline("text-generation", model=llama, tokenizer=tokenizer)
+        return generator(texts, batch_size=3, max_new_tokens=8, do_sample=False)
+
     expected = run()
     with patched(llama, EXACT):
         got = run()

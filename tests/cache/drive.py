@@ -7,10 +7,11 @@ row holds are possible this way; tests/test_parity.py does the same with real mo
 from __future__ import annotations
 
 import torch
-from hf_sparse import PSACache
-from hf_sparse.patches.attention import psa_attention
 from torch import Tensor
 from transformers import LlamaConfig
+
+from hf_sparse import PSACache
+from hf_sparse.patches.attention import psa_attention
 
 
 def model_config(layers: int = 2, heads: int = 2, group: int = 2, key_dim: int = 16, **more) -> LlamaConfig:
@@ -31,15 +32,29 @@ class Text:
     models, and blocks differ in mass.
     """
 
-    def __init__(self, rows=1, length=100, layers=2, heads=2, group=2, key_dim=16, value_dim=None,
-                 dtype=torch.float32, seed=0, sharpness=2.5):  # fmt: skip
+    def __init__(
+        self,
+        rows=1,
+        length=100,
+        layers=2,
+        heads=2,
+        group=2,
+        key_dim=16,
+        value_dim=None,
+        dtype=torch.float32,
+        seed=0,
+        sharpness=2.5,
+    ):
         value_dim = value_dim or key_dim
         self.rows, self.length, self.layers, self.heads, self.group = rows, length, layers, heads, group
         self.key_dim, self.value_dim, self.scaling = key_dim, value_dim, key_dim**-0.5
         generator = torch.Generator().manual_seed(seed)
 
         def draw(count, dim, gain=1.0):
-            return [(gain * torch.randn(rows, count, length, dim, generator=generator)).to(dtype) for _ in range(layers)]
+            return [
+                (gain * torch.randn(rows, count, length, dim, generator=generator)).to(dtype)
+                for _ in range(layers)
+            ]
 
         self.queries = draw(heads * group, key_dim, sharpness)
         self.keys, self.values = draw(heads, key_dim), draw(heads, value_dim)
@@ -69,7 +84,9 @@ def attention_module(group: int) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def feed(cache, text: Text, low: int, high: int, valid: Tensor | None = None, softcap=0.0, sinks=None) -> Tensor:
+def feed(
+    cache, text: Text, low: int, high: int, valid: Tensor | None = None, softcap=0.0, sinks=None
+) -> Tensor:
     """One forward over positions low..high of `text`, through all layers.
 
     Args:
@@ -88,8 +105,16 @@ def feed(cache, text: Text, low: int, high: int, valid: Tensor | None = None, so
     for layer in range(text.layers):
         part = slice(low, high)
         keys, values = cache.update(text.keys[layer][:, :, part], text.values[layer][:, :, part], layer)
-        output, _ = psa_attention(module, text.queries[layer][:, :, part], keys, values, mask, scaling=text.scaling,
-                                  softcap=softcap or None, s_aux=sinks)  # fmt: skip
+        output, _ = psa_attention(
+            module,
+            text.queries[layer][:, :, part],
+            keys,
+            values,
+            mask,
+            scaling=text.scaling,
+            softcap=softcap or None,
+            s_aux=sinks,
+        )
         outputs.append(output)
     return torch.stack(outputs)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 
 import torch
-from hf_sparse import PSACache
-from hf_sparse.patches.attention import psa_attention
 from torch import Tensor
 
+from hf_sparse import PSACache
+from hf_sparse.patches.attention import psa_attention
 from tests.cache.drive import attention_module
 
 TOLERANCE = 3e-5
@@ -21,8 +21,17 @@ TOLERANCE = 3e-5
 class Shadow:
     """A cache for layers of one shape, and its tokens: keys and values [layers, B, H, T, D], valid [B, T]."""
 
-    def __init__(self, cache: PSACache, layers: int, heads=2, group=2, dim=8, window: int | None = None, seed=0):
-        self.cache, self.layers, self.heads, self.group, self.dim, self.window = cache, layers, heads, group, dim, window
+    def __init__(
+        self, cache: PSACache, layers: int, heads=2, group=2, dim=8, window: int | None = None, seed=0
+    ):
+        self.cache, self.layers, self.heads, self.group, self.dim, self.window = (
+            cache,
+            layers,
+            heads,
+            group,
+            dim,
+            window,
+        )
         self.generator = torch.Generator().manual_seed(seed)
         self.clear()
 
@@ -45,7 +54,10 @@ class Shadow:
         Everything is recorded only once the cache has taken all of it.
         """
         batch = self.batch or batch
-        draw = lambda heads, gain=1.0: gain * torch.randn(self.layers, batch, heads, count, self.dim, generator=self.generator)  # noqa: E731
+
+        def draw(heads, gain=1.0):
+            return gain * torch.randn(self.layers, batch, heads, count, self.dim, generator=self.generator)
+
         queries, keys, values = draw(self.heads * self.group, 2.5), draw(self.heads), draw(self.heads)
         flags = torch.ones(batch, count, dtype=torch.bool) if valid is None else valid
         total = self.length + count
@@ -59,7 +71,11 @@ class Shadow:
         for layer in range(self.layers):
             handles = self.cache.update(keys[layer], values[layer], layer)
             layer_mask = mask if mask is None or self.window is None else mask[..., -handles[0].shape[2] :]
-            outputs.append(psa_attention(attention_module(self.group), queries[layer], *handles, layer_mask, scaling=self.dim**-0.5)[0])
+            outputs.append(
+                psa_attention(
+                    attention_module(self.group), queries[layer], *handles, layer_mask, scaling=self.dim**-0.5
+                )[0]
+            )
         self.valid = all_flags
         self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 3)
         self.values = values if self.values is None else torch.cat([self.values, values], 3)
@@ -104,12 +120,18 @@ class Shadow:
     def crop(self, count: int) -> None:
         self.cache.crop(-count)
         kept = max(0, self.length - count)
-        self.keys, self.values, self.valid = self.keys[..., :kept, :], self.values[..., :kept, :], self.valid[:, :kept]
+        self.keys, self.values, self.valid = (
+            self.keys[..., :kept, :],
+            self.values[..., :kept, :],
+            self.valid[:, :kept],
+        )
 
     def fork(self, how=copy.deepcopy) -> Shadow:
         new = copy.copy(self)
         new.cache = how(self.cache)
-        new.generator = torch.Generator().manual_seed(int(torch.randint(2**31, (1,), generator=self.generator)))
+        new.generator = torch.Generator().manual_seed(
+            int(torch.randint(2**31, (1,), generator=self.generator))
+        )
         return new
 
     def reset(self) -> None:

@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
+
 from hf_sparse.eviction import POLICIES
 from hf_sparse.kernels.reference.fetch import acquire
-
 from tests.kernels.pools import make_tiers
 
 
@@ -38,7 +38,9 @@ def test_decayed_is_the_log_of_the_decayed_count(times):
 
 
 def test_counts_outlive_eviction():
-    assert use("decayed", [7.0, 8.0], before=use("decayed", [1.0, 2.0])) == pytest.approx(use("decayed", [1.0, 2.0, 7.0, 8.0]))
+    assert use("decayed", [7.0, 8.0], before=use("decayed", [1.0, 2.0])) == pytest.approx(
+        use("decayed", [1.0, 2.0, 7.0, 8.0])
+    )
     assert use("lru", [], loaded=7.0, before=3.0) == use("fifo", [], loaded=7.0, before=3.0) == 7.0
 
 
@@ -91,7 +93,9 @@ def hit_rate(policy: str, slots: int, layers=8, tokens=60, hot=8, cold=3) -> flo
         for layer in range(layers):
             wanted = [*range(hot), *rng.sample(range(hot, blocks), cold)]
             ids = torch.tensor([1 + layer * blocks + block for block in wanted])
-            acquire(tiers, ids, torch.ones_like(ids, dtype=torch.bool), policy, load=True, use=True, count=True)
+            acquire(
+                tiers, ids, torch.ones_like(ids, dtype=torch.bool), policy, load=True, use=True, count=True
+            )
             tiers[6] += 1.0 / layers
     hits, misses = tiers[7].tolist()
     return hits / (hits + misses)

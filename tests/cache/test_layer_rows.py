@@ -27,7 +27,11 @@ OPERATIONS = {
     "crop-blocks": lambda shadow: shadow.crop(11),
     "crop-most": lambda shadow: shadow.crop(shadow.length - 1),
     "repeat-select": lambda shadow: (shadow.repeat(3), shadow.select([8, 0, 4])),
-    "reorder-crop-reorder": lambda shadow: (shadow.reorder([1, 1, 0]), shadow.crop(5), shadow.reorder([0, 2, 1])),
+    "reorder-crop-reorder": lambda shadow: (
+        shadow.reorder([1, 1, 0]),
+        shadow.crop(5),
+        shadow.reorder([0, 2, 1]),
+    ),
 }
 
 
@@ -37,7 +41,9 @@ def make(tiers: str, layers=2, **settings) -> Shadow:
     return Shadow(text.cache(**settings), layers)
 
 
-@pytest.mark.parametrize(("length", "ragged"), [(39, False), (40, False), (41, True)], ids=["open-3", "boundary", "ragged"])
+@pytest.mark.parametrize(
+    ("length", "ragged"), [(39, False), (40, False), (41, True)], ids=["open-3", "boundary", "ragged"]
+)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operation(name, tiers, length, ragged):
@@ -135,7 +141,11 @@ def test_crop_with_a_length_to_keep():
     shadow = make("resident")
     shadow.feed(41, batch=2)
     shadow.cache.crop(30)
-    shadow.keys, shadow.values, shadow.valid = shadow.keys[..., :30, :], shadow.values[..., :30, :], shadow.valid[:, :30]
+    shadow.keys, shadow.values, shadow.valid = (
+        shadow.keys[..., :30, :],
+        shadow.values[..., :30, :],
+        shadow.valid[:, :30],
+    )
     shadow.decode(5)
     shadow.cache.crop(1000)
     assert shadow.cache.get_seq_length() == 35
@@ -146,7 +156,11 @@ def test_crop_takes_tensors():
     shadow = make("resident")
     shadow.feed(41, batch=2)
     shadow.cache.crop(torch.tensor(-3))
-    shadow.keys, shadow.values, shadow.valid = shadow.keys[..., :38, :], shadow.values[..., :38, :], shadow.valid[:, :38]
+    shadow.keys, shadow.values, shadow.valid = (
+        shadow.keys[..., :38, :],
+        shadow.values[..., :38, :],
+        shadow.valid[:, :38],
+    )
     shadow.decode(3)
 
 
@@ -204,7 +218,9 @@ def test_reordering_again_and_again_pins_no_more():
     pool = shadow.cache.sparse_layers[0].pool
     for index in ([0, 0, 1], [2, 1, 0], [1, 1, 1], [0, 1, 2]) * 4:
         shadow.reorder(index)
-        assert int(pool.pinned.sum()) <= 1 + sum(layer.pinned_blocks(3) for layer in shadow.cache.sparse_layers)
+        assert int(pool.pinned.sum()) <= 1 + sum(
+            layer.pinned_blocks(3) for layer in shadow.cache.sparse_layers
+        )
         shadow.decode(1)
 
 
@@ -226,8 +242,16 @@ def test_sparse_rows_keep_their_selection(operation, digest, tiers):
     prompt, middle, end = 240, 243, 264
     text = Text(rows=3, length=end, layers=2, key_dim=8)
     budget = dict(gpu_memory="360KiB", host_memory="8MiB") if tiers == "tiered" else {}
-    settings = dict(threshold=0.7, digest=digest, stop_rule="window" if digest == "min_max" else "estimate", round_blocks=2, **budget)
-    expected = {row: alone(text, row, prompt, end, settings) for row in ((2, 0) if operation == "reorder" else (1,))}
+    settings = dict(
+        threshold=0.7,
+        digest=digest,
+        stop_rule="window" if digest == "min_max" else "estimate",
+        round_blocks=2,
+        **budget,
+    )
+    expected = {
+        row: alone(text, row, prompt, end, settings) for row in ((2, 0) if operation == "reorder" else (1,))
+    }
     cache = text.cache(**settings)
     feed(cache, text, 0, prompt)
     decode(cache, text, prompt, middle)
@@ -244,11 +268,15 @@ def test_sparse_rows_keep_their_selection(operation, digest, tiers):
     elif operation == "fork":
         fork = cache.fork()
         other = Text(rows=3, length=end, layers=2, key_dim=8, seed=9)
-        decode(cache, other, middle, end)  # the original goes on with other tokens and closes units of its own
+        decode(
+            cache, other, middle, end
+        )  # the original goes on with other tokens and closes units of its own
         cache = fork
     else:
         other = Text(rows=3, length=end, layers=2, key_dim=8, seed=9)
-        decode(cache, other, middle, middle + 15)  # closes the unit at token 256 with tokens that are taken back
+        decode(
+            cache, other, middle, middle + 15
+        )  # closes the unit at token 256 with tokens that are taken back
         cache.crop(-15)
         feed(cache, text, middle, middle + 15)  # the right tokens, in one go, close the unit again
         middle += 15

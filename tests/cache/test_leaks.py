@@ -25,7 +25,9 @@ TIERS = {
 
 def make(tiers: str, seed=0, **settings) -> Shadow:
     text = Text(layers=LAYERS, key_dim=8)
-    return Shadow(text.cache(**{"threshold": 1.0, "digest": "key_bits", **TIERS[tiers], **settings}), LAYERS, seed=seed)
+    return Shadow(
+        text.cache(**{"threshold": 1.0, "digest": "key_bits", **TIERS[tiers], **settings}), LAYERS, seed=seed
+    )
 
 
 def pool_of(one: Shadow):
@@ -94,7 +96,10 @@ def test_a_dropped_cache_is_freed(tiers):
         one.feed(50, batch=2)
         one.decode(2)
         fork = one.fork()
-        watched = [weakref.ref(thing) for thing in (pool_of(one), pool_of(one).kv, one.cache.layers[0], one.cache.state)]
+        watched = [
+            weakref.ref(thing)
+            for thing in (pool_of(one), pool_of(one).kv, one.cache.layers[0], one.cache.state)
+        ]
         del one
         assert watched[0]() is not None
         del fork
@@ -130,7 +135,10 @@ def test_random_lives(seed, tiers):
     for _ in range(200):
         one = rng.choice(family)
         rows = one.batch
-        name = rng.choice(["decode"] * 4 + ["feed", "feed-padded", "reorder", "repeat", "select", "crop", "crop", "fork", "drop", "reset"])
+        name = rng.choice(
+            ["decode"] * 4
+            + ["feed", "feed-padded", "reorder", "repeat", "select", "crop", "crop", "fork", "drop", "reset"]
+        )
         try:
             if name == "decode" and one.length:
                 one.decode(rng.randint(1, 2))
@@ -165,7 +173,9 @@ def test_random_lives(seed, tiers):
         del one
         assert {other.cache.get_seq_length() for other in family} == {other.length for other in family}
         assert pool.blocks_in_use() == named([other.cache for other in family])
-        used = pool.kv.numel() * 4 + sum(layer.side_bytes() for other in family for layer in other.cache.sparse_layers)
+        used = pool.kv.numel() * 4 + sum(
+            layer.side_bytes() for other in family for layer in other.cache.sparse_layers
+        )
         assert used <= (pool.budget or used)
     if tiers in ("small", "no-host"):
         assert refused > 0

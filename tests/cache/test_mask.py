@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from hf_sparse import PSACache, patched
 from transformers import DynamicCache
 
+from hf_sparse import PSACache, patched
 from tests.cache.drive import Text, decode, feed
 from tests.models import get_model
 from tests.scenarios import make_prompt
@@ -31,8 +31,17 @@ class Pair:
 
     def __init__(self, family="llama", **settings):
         self.model = get_model(family)
-        self.settings = {"min_context": 0, "block_size": 4, "threshold": 1.0, "digest": "key_bits", **settings}
-        self.ours, self.theirs = PSACache(self.model.config, **self.settings), DynamicCache(config=self.model.config)
+        self.settings = {
+            "min_context": 0,
+            "block_size": 4,
+            "threshold": 1.0,
+            "digest": "key_bits",
+            **settings,
+        }
+        self.ours, self.theirs = (
+            PSACache(self.model.config, **self.settings),
+            DynamicCache(config=self.model.config),
+        )
 
     @torch.no_grad()
     def forward(self, ids, mask=None, real=None, check=True, **kwargs):
@@ -84,7 +93,11 @@ def test_padding_anywhere_in_a_prompt(name, family):
     assert pair.ours.stats()["materialized"] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.long, torch.int32, torch.bool, torch.float32, torch.uint8], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.long, torch.int32, torch.bool, torch.float32, torch.uint8],
+    ids=lambda dtype: str(dtype)[6:],
+)
 @pytest.mark.parametrize("padded", [False, True], ids=["ones", "padded"])
 def test_dtypes(dtype, padded):
     pair = Pair()
@@ -95,7 +108,12 @@ def test_dtypes(dtype, padded):
     pair.forward(ids_of(), mask.to(dtype), real=real, position_ids=positions(mask, LENGTH))
     for step in range(3):
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        pair.forward(ids_of(2, 1, 50 + 3 * step), mask.to(dtype), real=mask[:, -1:].bool(), position_ids=positions(mask, 1))
+        pair.forward(
+            ids_of(2, 1, 50 + 3 * step),
+            mask.to(dtype),
+            real=mask[:, -1:].bool(),
+            position_ids=positions(mask, 1),
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,7 +160,9 @@ def test_padding_between_turns(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("hidden", [slice(40, 47), slice(0, 10), slice(59, 62), slice(3, 4)], ids=["middle", "start", "end", "one"])
+@pytest.mark.parametrize(
+    "hidden", [slice(40, 47), slice(0, 10), slice(59, 62), slice(3, 4)], ids=["middle", "start", "end", "one"]
+)
 @pytest.mark.parametrize("count", [1, 6], ids=["step", "chunk"])
 def test_stored_tokens_hidden_later(family, hidden, count):
     """Tokens that were real when they came and are masked from some step on."""
@@ -175,7 +195,13 @@ def test_tokens_shown_later_are_refused(family):
     kept = mask.clone()
     wrong = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
     wrong[0, shown] = 1
-    with patched(pair.model, **pair.settings), pytest.raises(ValueError, match="shows tokens that were masked.*Keep the padding.*Nothing in the cache was changed"):
+    with (
+        patched(pair.model, **pair.settings),
+        pytest.raises(
+            ValueError,
+            match="shows tokens that were masked.*Keep the padding.*Nothing in the cache was changed",
+        ),
+    ):
         pair.model(ids_of(2, 1, 70), attention_mask=wrong, past_key_values=pair.ours, use_cache=True)
     assert {layer.get_seq_length() for layer in pair.ours.layers} == {LENGTH}
     pair.decode(kept)
@@ -229,9 +255,13 @@ def test_masks_of_four_dimensions(name, kind):
     # Eager attention adds its mask, so the reference gets the additive form; both forms mean the same.
     theirs = additive(mask) if kind == "bool" else mask
     with torch.no_grad():
-        expected = pair.model(ids_of(), attention_mask=theirs, position_ids=place, past_key_values=pair.theirs, use_cache=True).logits
+        expected = pair.model(
+            ids_of(), attention_mask=theirs, position_ids=place, past_key_values=pair.theirs, use_cache=True
+        ).logits
         with patched(pair.model, **pair.settings):
-            ours = pair.model(ids_of(), attention_mask=mask, position_ids=place, past_key_values=pair.ours, use_cache=True).logits
+            ours = pair.model(
+                ids_of(), attention_mask=mask, position_ids=place, past_key_values=pair.ours, use_cache=True
+            ).logits
     torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
     for step in range(3):
         pair.forward(ids_of(2, 1, 50 + 3 * step), position_ids=torch.full((2, 1), LENGTH + step))
@@ -247,10 +277,18 @@ def test_a_tree_of_drafts(kind):
     place = torch.tensor([[60, 61, 62, 60, 61, 62]]).expand(2, -1)
     ids = ids_of(2, 6, 70)
     with torch.no_grad():
-        expected = pair.model(ids, attention_mask=additive(mask), position_ids=place, past_key_values=pair.theirs, use_cache=True).logits
+        expected = pair.model(
+            ids,
+            attention_mask=additive(mask),
+            position_ids=place,
+            past_key_values=pair.theirs,
+            use_cache=True,
+        ).logits
         with patched(pair.model, **pair.settings):
             given = mask if kind == "bool" else additive(mask)
-            ours = pair.model(ids, attention_mask=given, position_ids=place, past_key_values=pair.ours, use_cache=True).logits
+            ours = pair.model(
+                ids, attention_mask=given, position_ids=place, past_key_values=pair.ours, use_cache=True
+            ).logits
     torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
     pair.ours.crop(-3)
     pair.theirs.crop(-3)
@@ -275,7 +313,9 @@ def test_a_hidden_token_in_a_fork_stays_in_the_original():
 def test_hiding_leaves_what_never_had_the_tokens(hidden, tiered):
     """Below threshold 1 too: blocks, digests and selection are those of the row without the hidden tokens."""
     text = Text(rows=2, length=86, layers=2, key_dim=8)
-    settings = dict(threshold=0.6, digest="key_bits", round_blocks=1, **(dict(host_memory="1MiB") if tiered else {}))
+    settings = dict(
+        threshold=0.6, digest="key_bits", round_blocks=1, **(dict(host_memory="1MiB") if tiered else {})
+    )
     cache = text.cache(**settings)
     feed(cache, text, 0, 78)
     decode(cache, text, 78, 80)
@@ -292,5 +332,7 @@ def test_hiding_leaves_what_never_had_the_tokens(hidden, tiered):
         length = int(kept.sum())
         single = short.cache(**settings)
         feed(single, short, 0, length - 6)
-        torch.testing.assert_close(output[:, row], decode(single, short, length - 6, length)[:, 0], rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            output[:, row], decode(single, short, length - 6, length)[:, 0], rtol=0, atol=2e-5
+        )
     assert cache.stats()["kv_fraction"] < 0.95

@@ -17,7 +17,11 @@ def around(block_size: int, blocks: int) -> list[int]:
     return [blocks * block_size + offset for offset in (-1, 0, 1, 2)]
 
 
-SWEEP = [(size, length) for size, blocks in ((4, 6), (8, 5), (16, 3), (32, 3), (64, 2)) for length in around(size, blocks)]
+SWEEP = [
+    (size, length)
+    for size, blocks in ((4, 6), (8, 5), (16, 3), (32, 3), (64, 2))
+    for length in around(size, blocks)
+]
 
 
 @pytest.mark.parametrize("tiered", [False, True], ids=["resident", "tiered"])
@@ -46,7 +50,14 @@ def test_prompts_of_a_few_tokens(length):
 @pytest.mark.parametrize("block_size", [4, 16, 64])
 def test_sparse_around_units_of_codes(block_size, length):
     """The float64 step agrees block for block where a unit of 128 tokens has just closed, or is about to."""
-    stats = check(Text(length=length + 4, **SMALL), length, length + 4, block_size=block_size, threshold=0.5, round_blocks=1)
+    stats = check(
+        Text(length=length + 4, **SMALL),
+        length,
+        length + 4,
+        block_size=block_size,
+        threshold=0.5,
+        round_blocks=1,
+    )
     assert stats["kv_fraction"] < 1.0 or length <= 130
 
 
@@ -54,7 +65,15 @@ def test_sparse_around_units_of_codes(block_size, length):
 @pytest.mark.parametrize("digest", ["key_bits", "min_max"])
 def test_sparse_around_blocks(digest, length):
     rule = "window" if digest == "min_max" else "estimate"
-    stats = check(Text(length=length + 5, **SMALL), length, length + 5, digest=digest, stop_rule=rule, threshold=0.5, round_blocks=1)
+    stats = check(
+        Text(length=length + 5, **SMALL),
+        length,
+        length + 5,
+        digest=digest,
+        stop_rule=rule,
+        threshold=0.5,
+        round_blocks=1,
+    )
     assert stats["kv_fraction"] < 1.0
 
 
@@ -65,7 +84,13 @@ def test_units_close_while_decoding(digest):
     assert stats["kv_fraction"] < 0.9
 
 
-CHUNKS = {"tokens-7": [7] * 35 + [5], "blocks": [4] * 62 + [2], "halves": [125, 125], "units": [128, 122], "odd": [3, 126, 2, 119]}
+CHUNKS = {
+    "tokens-7": [7] * 35 + [5],
+    "blocks": [4] * 62 + [2],
+    "halves": [125, 125],
+    "units": [128, 122],
+    "odd": [3, 126, 2, 119],
+}
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -80,7 +105,9 @@ def test_chunked_prefill_is_one_shot(name):
 def test_what_sparse_steps_store_is_the_same(sizes, sparse_queries):
     """A prompt that partly came through the sparse step, in chunks or single tokens, leaves the same blocks behind."""
     text = Text(rows=2, length=76, layers=2, key_dim=8)
-    check_same_after(text, [70], sizes, 76, digest="key_bits", threshold=0.6, round_blocks=1, sparse_queries=sparse_queries)
+    check_same_after(
+        text, [70], sizes, 76, digest="key_bits", threshold=0.6, round_blocks=1, sparse_queries=sparse_queries
+    )
 
 
 def check_same_after(text, one_way, another, end, **settings):
@@ -118,7 +145,9 @@ def test_holes_between_turns_leave_the_rows_as_they_are_alone(cuts):
         length = int(valid[row].sum())
         single = one.cache(**settings)
         feed(single, one, 0, length - 10)
-        torch.testing.assert_close(output[:, row], decode(single, one, length - 10, length)[:, 0], rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            output[:, row], decode(single, one, length - 10, length)[:, 0], rtol=0, atol=2e-5
+        )
     assert cache.stats()["kv_fraction"] < 0.9
 
 
@@ -134,5 +163,7 @@ def test_padded_rows_are_the_rows_alone(pads):
         one = text.select([row], low=pad)
         single = one.cache(**settings)
         feed(single, one, 0, 254 - pad)
-        torch.testing.assert_close(output[:, row], decode(single, one, 254 - pad, 262 - pad)[:, 0], rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            output[:, row], decode(single, one, 254 - pad, 262 - pad)[:, 0], rtol=0, atol=2e-5
+        )
     assert cache.stats()["kv_fraction"] < 0.95

@@ -82,7 +82,9 @@ SETTINGS = {
 def test_decoding(name, tiered, pads):
     prompt = 263 if name in ("channel_codes", "top_p") else 70
     text = Text(rows=2, length=prompt + 8, layers=2, key_dim=8)
-    settings = dict(round_blocks=2, **SETTINGS[name], **(dict(gpu_memory="200KiB", host_memory="2MiB") if tiered else {}))
+    settings = dict(
+        round_blocks=2, **SETTINGS[name], **(dict(gpu_memory="200KiB", host_memory="2MiB") if tiered else {})
+    )
     valid = torch.arange(prompt) >= torch.tensor(pads)[:, None] if any(pads) else None
     outputs = []
     for with_poison in (False, True):
@@ -105,7 +107,12 @@ def test_decoding(name, tiered, pads):
 @pytest.mark.parametrize("operation", ["reorder", "crop", "fork", "select", "repeat"])
 def test_operations(operation, tiered):
     text = Text(rows=2, length=80, layers=2, key_dim=8)
-    settings = dict(digest="key_bits", threshold=0.7, round_blocks=2, **(dict(gpu_memory="200KiB", host_memory="2MiB") if tiered else {}))
+    settings = dict(
+        digest="key_bits",
+        threshold=0.7,
+        round_blocks=2,
+        **(dict(gpu_memory="200KiB", host_memory="2MiB") if tiered else {}),
+    )
     outputs = []
     for with_poison in (False, True):
         cache = text.cache(**settings)
@@ -121,7 +128,8 @@ def test_operations(operation, tiered):
             cache.crop(-9)
             start = 59
         elif operation == "fork":
-            kept, cache = cache, cache.fork()
+            original, cache = cache, cache.fork()
+            assert original.get_seq_length() == cache.get_seq_length()
         elif operation == "select":
             rows = [1]
             cache.batch_select_indices(torch.tensor(rows))
@@ -131,7 +139,9 @@ def test_operations(operation, tiered):
         mine = text.select(rows)
         steps = []
         for position in range(start, start + 8):
-            if with_poison and operation != "fork":  # the other half of a fork still needs what looks unused from here
+            if (
+                with_poison and operation != "fork"
+            ):  # the other half of a fork still needs what looks unused from here
                 poison(cache)
             steps.append(decode(cache, mine, position, position + 1))
         outputs.append(torch.cat(steps, 2))

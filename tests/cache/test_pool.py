@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+
 from hf_sparse.cache.host import available_host_bytes, reserve_host
 from hf_sparse.cache.pool import BlockPool
 from hf_sparse.kernels.reference.fetch import acquire, read
@@ -105,7 +106,9 @@ def test_no_more_than_the_host_tier_holds():
     pool = make_pool(host=21 * BLOCK_BYTES)
     layer = Layer(pool, 15)
     ids = pool.ids
-    with pytest.raises(ValueError, match="host tier is full.*host_memory at least .*Nothing in the cache was lost") as error:
+    with pytest.raises(
+        ValueError, match="host tier is full.*host_memory at least .*Nothing in the cache was lost"
+    ) as error:
         pool.allocate(6)
     assert pool.ids >= ids and pool.blocks_in_use() == 15
     assert len(layer.take(pool, 5)) == 5
@@ -128,9 +131,13 @@ def test_no_more_than_the_budget_without_a_host_tier():
     pool = make_pool(budget=20 * BLOCK_BYTES + 100)
     pool.side = 100
     layer = Layer(pool, 12)
-    with pytest.raises(ValueError, match="gpu_memory is used up.*no host tier.*Nothing in the cache was lost") as error:
+    with pytest.raises(
+        ValueError, match="gpu_memory is used up.*no host tier.*Nothing in the cache was lost"
+    ) as error:
         pool.allocate(8)
-    assert parse_bytes(re.search(r"at least ([\d.]+\w+)", str(error.value)).group(1)) == 21 * BLOCK_BYTES + 100
+    assert (
+        parse_bytes(re.search(r"at least ([\d.]+\w+)", str(error.value)).group(1)) == 21 * BLOCK_BYTES + 100
+    )
     layer.take(pool, 7)
     assert pool.kv.numel() * 4 + pool.side <= pool.budget
 

@@ -20,9 +20,20 @@ def text(length, **shape) -> Text:
 
 
 @pytest.mark.parametrize("digest", ["channel_codes", "key_bits"])
-@pytest.mark.parametrize(("group", "heads", "key_dim"), [
-    (1, 3, 64), (3, 1, 80), (4, 2, 96), (5, 1, 128), (7, 1, 64), (8, 1, 256), (1, 1, 128), (2, 2, 32),
-], ids=lambda value: str(value))  # fmt: skip
+@pytest.mark.parametrize(
+    ("group", "heads", "key_dim"),
+    [
+        (1, 3, 64),
+        (3, 1, 80),
+        (4, 2, 96),
+        (5, 1, 128),
+        (7, 1, 64),
+        (8, 1, 256),
+        (1, 1, 128),
+        (2, 2, 32),
+    ],
+    ids=lambda value: str(value),
+)
 def test_groups_and_head_dims(group, heads, key_dim, digest):
     length = 265 if digest == "channel_codes" else 70
     sample = text(length, rows=2, group=group, heads=heads, key_dim=key_dim, seed=1)
@@ -30,16 +41,28 @@ def test_groups_and_head_dims(group, heads, key_dim, digest):
     assert stats["kv_fraction"] < 0.95
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 8), (24, 16), (8, 40), (96, 64)], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(16, 8), (24, 16), (8, 40), (96, 64)], ids=lambda value: str(value)
+)
 @pytest.mark.parametrize("tiered", [False, True], ids=["resident", "tiered"])
 def test_values_of_another_size(tiered, key_dim, value_dim):
     budget = dict(host_memory="4MiB") if tiered else {}
-    stats = check(text(75, rows=2, key_dim=key_dim, value_dim=value_dim), 70, 75, digest="key_bits", threshold=0.7, round_blocks=1, **budget)
+    stats = check(
+        text(75, rows=2, key_dim=key_dim, value_dim=value_dim),
+        70,
+        75,
+        digest="key_bits",
+        threshold=0.7,
+        round_blocks=1,
+        **budget,
+    )
     assert stats["kv_fraction"] < 0.95
 
 
 @pytest.mark.parametrize("digest", ["channel_codes", "key_bits", "min_max", "centroid"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, FP16), (torch.bfloat16, BF16)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float16, FP16), (torch.bfloat16, BF16)], ids=["fp16", "bf16"]
+)
 def test_half_precision(dtype, tolerance, digest):
     length = 265 if digest == "channel_codes" else 70
     rule = "estimate" if digest in ("channel_codes", "key_bits") else "window"
@@ -52,7 +75,9 @@ def test_half_precision(dtype, tolerance, digest):
     assert stats["kv_fraction"] < 0.95
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
+)
 def test_blocks_are_kept_in_the_models_dtype(dtype):
     sample = text(60, dtype=dtype)
     cache = sample.cache(threshold=1.0)
@@ -66,5 +91,12 @@ def test_blocks_are_kept_in_the_models_dtype(dtype):
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("heads", [1, 6])
 def test_rows_and_heads(rows, heads):
-    stats = check(text(70, rows=rows, heads=heads, group=1, key_dim=16), 66, 70, digest="key_bits", threshold=0.7, round_blocks=1)
+    stats = check(
+        text(70, rows=rows, heads=heads, group=1, key_dim=16),
+        66,
+        70,
+        digest="key_bits",
+        threshold=0.7,
+        round_blocks=1,
+    )
     assert stats["kv_fraction"] < 0.95

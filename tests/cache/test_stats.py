@@ -6,22 +6,52 @@ import warnings
 
 import pytest
 import torch
-from hf_sparse import PSACache, patched
 
+from hf_sparse import PSACache, patched
 from tests.cache.drive import Text, decode, feed
 from tests.models import get_model
 from tests.scenarios import make_prompt
 
 TEXT = dict(rows=2, layers=2, heads=2, group=2, key_dim=8)
-KEYS = {"steps", "sparse_steps", "blocks_read", "blocks_held", "kv_fraction", "coverage", "coverage_true", "hits", "misses", "hit_rate",
-        "bytes", "materialized", "layers"}  # fmt: skip
-LAYER_KEYS = {"layer", "kind", "blocks_read", "blocks_held", "kv_fraction", "captured_log_mass", "coverage", "coverage_true", "history"}
+KEYS = {
+    "steps",
+    "sparse_steps",
+    "blocks_read",
+    "blocks_held",
+    "kv_fraction",
+    "coverage",
+    "coverage_true",
+    "hits",
+    "misses",
+    "hit_rate",
+    "bytes",
+    "materialized",
+    "layers",
+}
+LAYER_KEYS = {
+    "layer",
+    "kind",
+    "blocks_read",
+    "blocks_held",
+    "kv_fraction",
+    "captured_log_mass",
+    "coverage",
+    "coverage_true",
+    "history",
+}
 
 
 def test_before_anything():
     stats = Text(**TEXT).cache().stats()
     assert set(stats) >= KEYS
-    assert stats["steps"] == stats["sparse_steps"] == stats["blocks_read"] == stats["blocks_held"] == stats["materialized"] == 0
+    assert (
+        stats["steps"]
+        == stats["sparse_steps"]
+        == stats["blocks_read"]
+        == stats["blocks_held"]
+        == stats["materialized"]
+        == 0
+    )
     assert stats["kv_fraction"] is stats["coverage"] is stats["coverage_true"] is stats["hit_rate"] is None
     assert stats["bytes"] == {"device": 0, "host": 0, "digest": 0}
     assert [layer["kind"] for layer in stats["layers"]] == ["psa", "psa"]
@@ -70,7 +100,9 @@ def test_dense_layers_are_dense():
 
 
 def test_dense_layers_that_do_not_exist():
-    with pytest.raises(ValueError, match="dense_layers names layer 2, but this model has 2 layers, counted from 0"):
+    with pytest.raises(
+        ValueError, match="dense_layers names layer 2, but this model has 2 layers, counted from 0"
+    ):
         Text(**TEXT).cache(dense_layers=(0, 2))
 
 
@@ -178,7 +210,10 @@ def test_reset_starts_to_count_anew():
     before = cache.stats()
     cache.reset()
     stats = cache.stats()
-    assert stats["steps"] == stats["blocks_read"] == stats["hits"] == stats["misses"] == 0 and stats["kv_fraction"] is None
+    assert (
+        stats["steps"] == stats["blocks_read"] == stats["hits"] == stats["misses"] == 0
+        and stats["kv_fraction"] is None
+    )
     feed(cache, text, 0, 50)
     decode(cache, text, 50, 53)
     assert cache.stats() == before and before["misses"] > 0
@@ -202,7 +237,9 @@ def test_dense_keys_and_values_are_counted():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.generate(make_prompt(40, seed=1)[None], past_key_values=cache, max_new_tokens=3)
-    assert [str(warning.message)[:50] for warning in caught if "PSACache" in str(warning.message)] == ["This PSACache hands out dense keys and values: att"]
+    assert [str(warning.message)[:50] for warning in caught if "PSACache" in str(warning.message)] == [
+        "This PSACache hands out dense keys and values: att"
+    ]
     stats = cache.stats()
     assert stats["materialized"] == 2 * 2 * 3  # layers, keys and values, forwards
     assert stats["sparse_steps"] == 0

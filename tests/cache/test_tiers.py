@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
+
 from hf_sparse import PSACache, PSAConfig, patched
 from hf_sparse.sizes import parse_bytes
-
 from tests.cache.drive import Text, decode, feed
 from tests.cache.shadow import Shadow
 from tests.models import get_model
@@ -22,7 +22,11 @@ SETTINGS = {
     "exact": dict(block_size=4, digest="key_bits", threshold=1.0),
     "top_p": dict(block_size=4, digest="key_bits", policy="top_p", top_p=0.6, round_blocks=1),
 }
-PROMPTS = {("llama", "channel_codes"): (300, 280), ("gemma3", "key_bits"): (200, 175), ("gpt_oss", "key_bits"): (200, 175)}
+PROMPTS = {
+    ("llama", "channel_codes"): (300, 280),
+    ("gemma3", "key_bits"): (200, 175),
+    ("gpt_oss", "key_bits"): (200, 175),
+}
 
 
 def config_of(name: str, **budget) -> PSAConfig:
@@ -30,7 +34,9 @@ def config_of(name: str, **budget) -> PSAConfig:
 
 
 def inputs_of(family: str, name: str) -> dict:
-    ids, mask = pad_left([make_prompt(length, seed=length) for length in PROMPTS.get((family, name), (110, 88))])
+    ids, mask = pad_left(
+        [make_prompt(length, seed=length) for length in PROMPTS.get((family, name), (110, 88))]
+    )
     return dict(input_ids=ids, attention_mask=mask)
 
 
@@ -43,8 +49,13 @@ def generate(family: str, name: str, watch=None, **budget):
     with patched(model, config):
         hook = model.register_forward_hook(lambda *_: watch(cache) if watch else None)
         try:
-            output = model.generate(**inputs_of(family, name), past_key_values=cache, max_new_tokens=NEW_TOKENS, output_logits=True,
-                                    return_dict_in_generate=True)  # fmt: skip
+            output = model.generate(
+                **inputs_of(family, name),
+                past_key_values=cache,
+                max_new_tokens=NEW_TOKENS,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
         finally:
             hook.remove()
     return output.sequences, torch.stack(output.logits), cache
@@ -85,7 +96,14 @@ def used_bytes(cache) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-CASES = [("llama", "key_bits"), ("llama", "channel_codes"), ("llama", "exact"), ("llama", "top_p"), ("gemma3", "key_bits"), ("gpt_oss", "key_bits")]
+CASES = [
+    ("llama", "key_bits"),
+    ("llama", "channel_codes"),
+    ("llama", "exact"),
+    ("llama", "top_p"),
+    ("gemma3", "key_bits"),
+    ("gpt_oss", "key_bits"),
+]
 
 # In the other cases so few blocks are worth reading that the smallest pool there can be holds them all.
 EVICTING = {("llama", "key_bits"), ("llama", "exact"), ("llama", "top_p"), ("gemma3", "key_bits")}
@@ -101,17 +119,28 @@ def test_every_pool_size_gives_the_same_tokens(family, name, eviction):
     for factor in (1.0, 1.02, 1.1, 1.3, 4.0):
         budget = int(least * factor)
         peak = []
-        got = generate(family, name, lambda cache: peak.append(used_bytes(cache)), gpu_memory=budget, host_memory="8MiB", eviction=eviction)
+        got = generate(
+            family,
+            name,
+            lambda cache, peak=peak: peak.append(used_bytes(cache)),
+            gpu_memory=budget,
+            host_memory="8MiB",
+            eviction=eviction,
+        )
         assert torch.equal(got[0], tokens)
         assert torch.equal(got[1], logits)
         assert max(peak) <= budget
         stats = got[2].stats()
-        assert stats["bytes"]["device"] <= budget or family != "llama"  # windows of sliding layers are no part of the pool
+        assert (
+            stats["bytes"]["device"] <= budget or family != "llama"
+        )  # windows of sliding layers are no part of the pool
         assert name == "exact" or stats["kv_fraction"] < 0.95
         misses.append(stats["misses"])
     if (family, name) in EVICTING:
         assert misses[-1] < misses[0]
-    assert misses == sorted(misses, reverse=True) or eviction == "fifo"  # a larger FIFO pool may miss more (Belady)
+    assert (
+        misses == sorted(misses, reverse=True) or eviction == "fifo"
+    )  # a larger FIFO pool may miss more (Belady)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=["-".join(case) for case in CASES])
@@ -127,7 +156,14 @@ def test_too_small_is_refused_and_the_number_is_tight(family, name):
 def test_hits_and_misses_add_up(eviction):
     """Every ranked block that is read is a hit or a miss; always-read blocks are neither."""
     text = Text(rows=2, length=110, layers=2, key_dim=8)
-    cache = text.cache(digest="key_bits", threshold=0.6, round_blocks=1, gpu_memory="60KiB", host_memory="4MiB", eviction=eviction)
+    cache = text.cache(
+        digest="key_bits",
+        threshold=0.6,
+        round_blocks=1,
+        gpu_memory="60KiB",
+        host_memory="4MiB",
+        eviction=eviction,
+    )
     feed(cache, text, 0, 100)
     decode(cache, text, 100, 110)
     stats = cache.stats()
@@ -252,11 +288,23 @@ def test_decoding_after_a_refusal_in_generate():
     with patched(model, min_context=0, block_size=4, threshold=1.0):
         probe = PSACache(model.config, min_context=0, block_size=4, threshold=1.0, digest="key_bits")
         model(ids, past_key_values=probe)
-        config = dict(min_context=0, block_size=4, threshold=1.0, digest="key_bits", gpu_memory="130KiB", host_memory="1MiB")
+        config = dict(
+            min_context=0,
+            block_size=4,
+            threshold=1.0,
+            digest="key_bits",
+            gpu_memory="130KiB",
+            host_memory="1MiB",
+        )
         cache = PSACache(model.config, **config)
         model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="too small"):
             model(make_prompt(3000, seed=4)[None], past_key_values=cache)
         assert {layer.get_seq_length() for layer in cache.layers} == {60}
         more = make_prompt(5, seed=5)[None]
-        torch.testing.assert_close(model(more, past_key_values=cache).logits, model(more, past_key_values=probe).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model(more, past_key_values=cache).logits,
+            model(more, past_key_values=probe).logits,
+            rtol=0,
+            atol=1e-5,
+        )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import MistralConfig
+
 from hf_sparse import PSACache
 from hf_sparse.cache.window import SLACK, WindowLayer
 from hf_sparse.kernels.reference.dense import exact_attention
-from transformers import MistralConfig
-
 from tests.cache.shadow import Shadow
 
 WINDOW = 6
@@ -16,7 +16,14 @@ CAPACITY = WINDOW + SLACK
 
 
 def make(window: int = WINDOW, layers: int = 2) -> Shadow:
-    config = MistralConfig(hidden_size=32, head_dim=8, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, sliding_window=window)
+    config = MistralConfig(
+        hidden_size=32,
+        head_dim=8,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=window,
+    )
     cache = PSACache(config, min_context=0, block_size=4)
     assert all(isinstance(layer, WindowLayer) for layer in cache.layers)
     return Shadow(cache, layers, window=window)
@@ -31,7 +38,11 @@ def test_prompt_and_decode(length, window):
     assert one.cache.get_seq_length() == length + 3
 
 
-@pytest.mark.parametrize("sizes", [(1,) * 90, (30, 1, 30, 1, 30, 1), (69, 1, 1, 1), (200, 5, 100), (7, 64, 65, 66)], ids=lambda sizes: f"{len(sizes)}-pieces")
+@pytest.mark.parametrize(
+    "sizes",
+    [(1,) * 90, (30, 1, 30, 1, 30, 1), (69, 1, 1, 1), (200, 5, 100), (7, 64, 65, 66)],
+    ids=lambda sizes: f"{len(sizes)}-pieces",
+)
 def test_the_ring_wraps(sizes):
     one = make(layers=1)
     for size in sizes:
@@ -101,11 +112,16 @@ def test_more_is_refused_and_nothing_changes(first):
     one = make()
     one.feed(200, batch=2)
     if first > SLACK + 1:
-        with pytest.raises(ValueError, match=f"window of 6 tokens and can take back {SLACK + 1} tokens, not {first}.*Nothing was changed"):
+        with pytest.raises(
+            ValueError,
+            match=f"window of 6 tokens and can take back {SLACK + 1} tokens, not {first}.*Nothing was changed",
+        ):
             one.cache.crop(-first)
     else:
         one.crop(first)
-        with pytest.raises(ValueError, match=f"can take back {SLACK + 1 - first} tokens, not {SLACK + 2 - first}"):
+        with pytest.raises(
+            ValueError, match=f"can take back {SLACK + 1 - first} tokens, not {SLACK + 2 - first}"
+        ):
             one.cache.crop(-(SLACK + 2 - first))
         one.crop(SLACK + 1 - first)
     one.decode(3)
@@ -146,8 +162,15 @@ def test_a_crop_that_one_layer_refuses_changes_no_other():
     """In a model with full and sliding layers both keep their tokens."""
     from transformers import Gemma3TextConfig
 
-    config = Gemma3TextConfig(hidden_size=32, head_dim=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                              sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"])  # fmt: skip
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        head_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"],
+    )
     cache = PSACache(config, min_context=0, block_size=4)
     keys = torch.randn(1, 2, 200, 8)
     for layer in range(2):
@@ -181,9 +204,15 @@ def test_chunked_attention(chunk):
     outputs = []
     for low, high in ((0, 13), (13, 14), (14, 15), (15, 25), (25, 26), (26, 30)):
         key, _ = layer.update(keys[:, :, low:high], values[:, :, low:high])
-        outputs.append(layer.attend(queries[:, :, low:high], key.pending, valid[:, low:high], None, 0.35, 0.0, None, None))
+        outputs.append(
+            layer.attend(
+                queries[:, :, low:high], key.pending, valid[:, low:high], None, 0.35, 0.0, None, None
+            )
+        )
     position = torch.arange(total) - pads[:, None]
-    same = torch.div(position[:, :, None], chunk, rounding_mode="floor") == torch.div(position[:, None], chunk, rounding_mode="floor")
+    same = torch.div(position[:, :, None], chunk, rounding_mode="floor") == torch.div(
+        position[:, None], chunk, rounding_mode="floor"
+    )
     visible = same & (position[:, None] <= position[:, :, None]) & valid[:, None]
     visible = visible | torch.eye(total, dtype=torch.bool)
     expected = exact_attention(queries.double(), keys.double(), values.double(), visible[:, None], 0.35)

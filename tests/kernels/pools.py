@@ -64,8 +64,17 @@ def make_tiers(content: Tensor, slots: int, resident=(), pinned=()) -> list[Tens
     return [kv, content.clone(), slot_of, block_in, priority, pins, clock, counters, history]
 
 
-def make_problem(lengths, heads=2, group=2, key_dim=8, value_dim=None, block_size=4, dtype=torch.float32, seed=0,
-                 sharpness=2.5) -> Problem:  # fmt: skip
+def make_problem(
+    lengths,
+    heads=2,
+    group=2,
+    key_dim=8,
+    value_dim=None,
+    block_size=4,
+    dtype=torch.float32,
+    seed=0,
+    sharpness=2.5,
+) -> Problem:
     """Random rows of the given lengths; logits have a standard deviation of about `sharpness`."""
     value_dim = value_dim or key_dim
     generator = torch.Generator().manual_seed(seed)

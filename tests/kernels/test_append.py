@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+
 from hf_sparse.kernels.reference.append import append, split, unpin
 from hf_sparse.kernels.reference.fetch import read
-
 from tests.kernels.pools import make_tiers, unpack
 
 SLOT_OF, PINNED = 2, 5
@@ -36,7 +36,10 @@ class Rows:
             for h in range(HEADS):
                 self.keys[b][h] += [keys[b, h, i] for i in range(count) if valid[b, i]]
                 self.values[b][h] += [values[b, h, i] for i in range(count) if valid[b, i]]
-        before, after = (self.tail_start(lengths, sink_blocks, recent) for lengths in (self.lengths, self.lengths + valid.sum(1)))
+        before, after = (
+            self.tail_start(lengths, sink_blocks, recent)
+            for lengths in (self.lengths, self.lengths + valid.sum(1))
+        )
         column = torch.arange(COLUMNS)
         leaving = (column >= before[:, None]) & (column < after[:, None])
         unpin(self.tiers, self.table.flatten(), leaving[:, None].expand_as(self.table).flatten())
@@ -71,7 +74,9 @@ class Rows:
                 for n in range(-(-length // P)):
                     block = self.table[b, h, n]
                     if (n + 1) * P <= length:
-                        assert torch.equal(unpack(host[block], P, KEY_DIM)[0], torch.stack(keys[h][n * P : (n + 1) * P]))
+                        assert torch.equal(
+                            unpack(host[block], P, KEY_DIM)[0], torch.stack(keys[h][n * P : (n + 1) * P])
+                        )
                     if n < sink_blocks or n >= start:
                         assert slot_of[block] > 0, f"block {n} of row {b} should be pinned in a slot"
                         expected.add(int(slot_of[block]))
@@ -82,8 +87,11 @@ SLOTS = [pytest.param(None, id="resident"), pytest.param(48, id="tiered")]
 
 
 @pytest.mark.parametrize("slots", SLOTS)
-@pytest.mark.parametrize("counts", [(1,) * 9, (4, 4), (3, 1, 1, 5), (23, 1, 1), (7, 8, 9), (90, 30)],
-                         ids=lambda counts: "+".join(map(str, counts)))  # fmt: skip
+@pytest.mark.parametrize(
+    "counts",
+    [(1,) * 9, (4, 4), (3, 1, 1, 5), (23, 1, 1), (7, 8, 9), (90, 30)],
+    ids=lambda counts: "+".join(map(str, counts)),
+)
 def test_whole_batches(slots, counts):
     rows = Rows(3, slots)
     for count in counts:

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+
 from hf_sparse.kernels.reference.attend import attend
 from hf_sparse.kernels.reference.forced import attend_forced
 from hf_sparse.kernels.reference.select import select
-
 from tests import references
 from tests.kernels.pools import make_problem
 
@@ -41,20 +41,70 @@ def estimates_of(problem, noise: float, softcap=0.0, seed=1) -> torch.Tensor:
     return estimate + noise * torch.randn(estimate.shape, generator=generator)
 
 
-def step(problem, tiers, estimate, *, bounds, policy="threshold", rule="estimate", threshold=0.9, window=16,
-         group_stop="mean", floor=0, most=None, softcap=0.0, sinks=None, eviction="lru"):  # fmt: skip
+def step(
+    problem,
+    tiers,
+    estimate,
+    *,
+    bounds,
+    policy="threshold",
+    rule="estimate",
+    threshold=0.9,
+    window=16,
+    group_stop="mean",
+    floor=0,
+    most=None,
+    softcap=0.0,
+    sinks=None,
+    eviction="lru",
+):
     """Forced blocks, ranking and the loop, as a decode step runs them."""
     lengths = problem.lengths
     start = tail_start(lengths)
-    output, mass, forced = attend_forced(tiers, problem.query, problem.table, lengths, start, SINK, RECENT + 1, P,
-                                         problem.value_dim, softcap, eviction)  # fmt: skip
+    output, mass, forced = attend_forced(
+        tiers,
+        problem.query,
+        problem.table,
+        lengths,
+        start,
+        SINK,
+        RECENT + 1,
+        P,
+        problem.value_dim,
+        softcap,
+        eviction,
+    )
     candidates = (start - SINK).clamp(min=0)
     count = candidates if most is None else candidates.clamp(max=most)
     order, rest = select(estimate, mass, SINK, start, estimate.shape[-1], "softmax_mean")
     floors = torch.minimum(torch.full_like(count, floor), count)
-    return forced, order, attend(
-        tiers, problem.query, problem.table, order, rest, candidates, count, floors, output, mass, sinks, bounds, policy,
-        rule, threshold, window, group_stop == "min", P, problem.value_dim, softcap, eviction)  # fmt: skip
+    return (
+        forced,
+        order,
+        attend(
+            tiers,
+            problem.query,
+            problem.table,
+            order,
+            rest,
+            candidates,
+            count,
+            floors,
+            output,
+            mass,
+            sinks,
+            bounds,
+            policy,
+            rule,
+            threshold,
+            window,
+            group_stop == "min",
+            P,
+            problem.value_dim,
+            softcap,
+            eviction,
+        ),
+    )
 
 
 def check(problem, result, estimate, *, bounds, most=None, softcap=0.0, sinks=None, **settings) -> list[int]:
@@ -75,10 +125,18 @@ def check(problem, result, estimate, *, bounds, most=None, softcap=0.0, sinks=No
             guess = estimate[b, h, :, first : first + candidates].double()
             ranked = [first + i for i in references.rank(guess, always)] if candidates else []
             true = references.block_masses(row.query, row.keys, P, softcap).exp()
-            expected = references.blocks_read(
-                true=true[:, ranked].tolist(), estimated=[[math.exp(guess[g, n - first]) for n in ranked] for g in range(len(guess))],
-                captured=captured.tolist(), bounds=bounds, count=candidates if most is None else min(most, candidates), **settings,
-            ) if candidates else 0  # fmt: skip
+            expected = (
+                references.blocks_read(
+                    true=true[:, ranked].tolist(),
+                    estimated=[[math.exp(guess[g, n - first]) for n in ranked] for g in range(len(guess))],
+                    captured=captured.tolist(),
+                    bounds=bounds,
+                    count=candidates if most is None else min(most, candidates),
+                    **settings,
+                )
+                if candidates
+                else 0
+            )
             assert read[b, h] == expected
             counts.append(expected)
             assert order[b, h, :expected].tolist() == ranked[:expected]
@@ -87,7 +145,9 @@ def check(problem, result, estimate, *, bounds, most=None, softcap=0.0, sinks=No
             torch.testing.assert_close(output[b, h].double(), want, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(mass[b, h].double(), want_mass, rtol=1e-5, atol=1e-5)
             got = torch.exp(want_mass) if sink is None else torch.exp(want_mass) + torch.exp(sink.double())
-            left = torch.tensor([sum(math.exp(guess[g, n - first]) for n in ranked[expected:]) for g in range(len(guess))])
+            left = torch.tensor(
+                [sum(math.exp(guess[g, n - first]) for n in ranked[expected:]) for g in range(len(guess))]
+            )
             torch.testing.assert_close(coverage[b, h].double(), got / (got + left), rtol=1e-5, atol=1e-5)
     return counts
 
@@ -117,7 +177,11 @@ def test_rules_and_thresholds_differ():
         return int(step(problem, problem.resident(), estimate, bounds=bounds, **settings)[2][2].sum())
 
     everything = 3 * (45 + 8 + 27)
-    assert total(rule="paper", threshold=0.9) < total(rule="estimate", threshold=0.9) < total(rule="window", threshold=0.9)
+    assert (
+        total(rule="paper", threshold=0.9)
+        < total(rule="estimate", threshold=0.9)
+        < total(rule="window", threshold=0.9)
+    )
     assert 0 < total(threshold=0.6) < total(threshold=0.9) < total(threshold=0.97) < everything
     assert total(threshold=0.9) < total(threshold=0.9, group_stop="min")
 
@@ -133,9 +197,13 @@ def test_stop_rules_with(extra, rule):
         "most": dict(most=11),
     }[extra]
     estimate = estimates_of(problem, noise=0.3, softcap=more.get("softcap", 0.0))
-    settings = dict(bounds=references.round_bounds(estimate.shape[-1], 2, 1.25), rule=rule, threshold=0.8, **more)
+    settings = dict(
+        bounds=references.round_bounds(estimate.shape[-1], 2, 1.25), rule=rule, threshold=0.8, **more
+    )
     counts = check(problem, step(problem, problem.resident(), estimate, **settings), estimate, **settings)
-    plain = step(problem, problem.resident(), estimate, **{**settings, "floor": 0, "most": None, "sinks": None})[2][2]
+    plain = step(
+        problem, problem.resident(), estimate, **{**settings, "floor": 0, "most": None, "sinks": None}
+    )[2][2]
     if extra == "floor":
         assert min(counts) >= 9
     elif extra == "most":
@@ -151,7 +219,12 @@ def test_stop_rules_with(extra, rule):
 def test_top_p_goes_by_estimates_alone(top_p, group_stop):
     problem = make_problem([190, 41], heads=3, group=4)
     estimate = estimates_of(problem, noise=1.0)
-    settings = dict(bounds=references.round_bounds(estimate.shape[-1], 2, 1.25), policy="top_p", threshold=top_p, group_stop=group_stop)
+    settings = dict(
+        bounds=references.round_bounds(estimate.shape[-1], 2, 1.25),
+        policy="top_p",
+        threshold=top_p,
+        group_stop=group_stop,
+    )
     counts = check(problem, step(problem, problem.resident(), estimate, **settings), estimate, **settings)
     assert len(set(counts)) > 1
 
@@ -170,7 +243,9 @@ def test_top_k_reads_exactly_as_many(most):
 def test_threshold_one_reads_everything(lengths, softcap):
     problem = make_problem(lengths, heads=2, group=3, value_dim=12)
     estimate = estimates_of(problem, noise=3.0, softcap=softcap)
-    settings = dict(bounds=references.round_bounds(estimate.shape[-1], 8, 1.25), threshold=1.0, softcap=softcap)
+    settings = dict(
+        bounds=references.round_bounds(estimate.shape[-1], 8, 1.25), threshold=1.0, softcap=softcap
+    )
     forced, _, (output, mass, read, coverage) = step(problem, problem.resident(), estimate, **settings)
     for b, length in enumerate(lengths):
         assert (read[b] + forced[b] == -(-length // P)).all()
@@ -216,8 +291,19 @@ def test_stopped_heads_fetch_nothing_more():
 def test_forced_blocks(lengths, sink, recent):
     problem = make_problem(lengths, heads=2, group=2, value_dim=6)
     start = tail_start(problem.lengths, sink, recent)
-    output, mass, forced = attend_forced(problem.resident(), problem.query, problem.table, problem.lengths, start, sink,
-                                         recent + 1, P, 6, 0.0, "lru")  # fmt: skip
+    output, mass, forced = attend_forced(
+        problem.resident(),
+        problem.query,
+        problem.table,
+        problem.lengths,
+        start,
+        sink,
+        recent + 1,
+        P,
+        6,
+        0.0,
+        "lru",
+    )
     for b, length in enumerate(lengths):
         keep = forced_tokens(length, sink, recent)
         assert forced[b] == len((torch.arange(length) // P)[keep].unique())
@@ -249,10 +335,22 @@ def test_inputs_are_not_changed():
     problem = make_problem([130])
     tiers = problem.resident()
     start = tail_start(problem.lengths)
-    output, mass, _ = attend_forced(tiers, problem.query, problem.table, problem.lengths, start, SINK, 2, P, 8, 0.0, "lru")
+    output, mass, _ = attend_forced(
+        tiers, problem.query, problem.table, problem.lengths, start, SINK, 2, P, 8, 0.0, "lru"
+    )
     estimate = estimates_of(problem, noise=0.0)
     order, rest = select(estimate, mass, SINK, start, 33, "softmax_mean")
-    inputs = (problem.query, problem.table, order, rest, start - SINK, start - SINK, torch.zeros(1, dtype=torch.int64), output, mass)
+    inputs = (
+        problem.query,
+        problem.table,
+        order,
+        rest,
+        start - SINK,
+        start - SINK,
+        torch.zeros(1, dtype=torch.int64),
+        output,
+        mass,
+    )
     before = [part.clone() for part in inputs]
     attend(tiers, *inputs, None, [4, 33], "threshold", "estimate", 0.9, 16, False, P, 8, 0.0, "lru")
     for part, old in zip(inputs, before):

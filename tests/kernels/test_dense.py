@@ -6,15 +6,18 @@ import math
 
 import pytest
 import torch
+
 from hf_sparse.kernels.reference import dense
 from hf_sparse.kernels.reference.dense import exact_attention
-
 from tests import references
 
 
 def draw(heads=2, group=3, queries=9, tokens=9, dim=16, value_dim=24, dtype=torch.float32):
-    return (torch.randn(2, heads * group, queries, dim).to(dtype), torch.randn(2, heads, tokens, dim).to(dtype),
-            torch.randn(2, heads, tokens, value_dim).to(dtype))  # fmt: skip
+    return (
+        torch.randn(2, heads * group, queries, dim).to(dtype),
+        torch.randn(2, heads, tokens, dim).to(dtype),
+        torch.randn(2, heads, tokens, value_dim).to(dtype),
+    )
 
 
 def expected(query, keys, values, visible, scaling, softcap=0.0, sinks=None, bias=None):
@@ -25,10 +28,17 @@ def expected(query, keys, values, visible, scaling, softcap=0.0, sinks=None, bia
     for b in range(B):
         for h in range(Hq):
             for i in range(Q):
-                one, k, v = query[b, h, i : i + 1].double() * scaling, keys[b, h // group].double(), values[b, h // group]
+                one, k, v = (
+                    query[b, h, i : i + 1].double() * scaling,
+                    keys[b, h // group].double(),
+                    values[b, h // group],
+                )
                 if bias is not None:
                     # A bias on a logit is one more channel of the key that the query reads with weight 1.
-                    one, k = torch.cat([one, torch.ones(1, 1)], 1), torch.cat([k, bias[b, h, i, :, None].double()], 1)
+                    one, k = (
+                        torch.cat([one, torch.ones(1, 1)], 1),
+                        torch.cat([k, bias[b, h, i, :, None].double()], 1),
+                    )
                 sink = None if sinks is None else sinks[h : h + 1]
                 output[b, h, i] = references.attention(one, k, v, visible[b, h, i], softcap, sink)[0][0]
     return output
@@ -70,7 +80,9 @@ def test_additive_mask(with_sinks):
     bias = torch.randn(2, 1, 9, 9)
     mask = bias.masked_fill(~visible, torch.finfo(torch.float32).min)
     output = exact_attention(query, keys, values, mask, 0.3, 0.0, sinks)
-    reference = expected(query, keys, values, visible.expand(2, 6, 9, 9), 0.3, 0.0, sinks, bias.expand(2, 6, 9, 9))
+    reference = expected(
+        query, keys, values, visible.expand(2, 6, 9, 9), 0.3, 0.0, sinks, bias.expand(2, 6, 9, 9)
+    )
     torch.testing.assert_close(output.double(), reference, rtol=1e-5, atol=1e-5)
 
 
@@ -115,6 +127,8 @@ def test_sinks_take_their_share():
     query, keys, values = draw(queries=1)
     plain = exact_attention(query, keys, values, None, 0.3)
     _, mass = references.attention(query[0, 0] * 0.3, keys[0, 0], values[0, 0])
-    halved = exact_attention(query[:1, :3], keys[:1, :1], values[:1, :1], None, 0.3, 0.0, mass.float().repeat(3))
+    halved = exact_attention(
+        query[:1, :3], keys[:1, :1], values[:1, :1], None, 0.3, 0.0, mass.float().repeat(3)
+    )
     torch.testing.assert_close(halved[0, 0], plain[0, 0] / 2, rtol=1e-5, atol=1e-6)
     assert math.isfinite(mass.item())

@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
-from hf_sparse.kernels.reference.fetch import acquire, read
 
+from hf_sparse.kernels.reference.fetch import acquire, read
 from tests.kernels.pools import make_tiers
 
 SLOT_OF, BLOCK_IN, PRIORITY, PINNED, CLOCK, COUNTERS = 2, 3, 4, 5, 6, 7
@@ -69,7 +69,9 @@ def test_random_accesses_follow_the_policy(policy, seed):
     tiers = make_tiers(content, slots)
     simulated = Simulated(policy, slots)
     for step in range(120):
-        wanted = [rng.choice(range(1, 12)) if rng.random() < 0.6 else rng.randint(1, blocks) for _ in range(6)]
+        wanted = [
+            rng.choice(range(1, 12)) if rng.random() < 0.6 else rng.randint(1, blocks) for _ in range(6)
+        ]
         flags = torch.tensor([rng.random() < 0.9 for _ in wanted])
         asked = [block for block, flag in zip(wanted, flags) if flag]
         got = acquire(tiers, torch.tensor(wanted), flags, policy, load=True, use=True, count=True)
@@ -90,7 +92,9 @@ def test_pinned_slots_are_never_victims(policy):
     pinned = (3, 4, 5)
     tiers = make_tiers(content, 10, resident=(1, 2, 3, 4, 5), pinned=pinned)
     for low in range(6, 30, 3):
-        got = acquire(tiers, torch.arange(low, low + 3), torch.ones(3, dtype=torch.bool), policy, load=True, use=True)
+        got = acquire(
+            tiers, torch.arange(low, low + 3), torch.ones(3, dtype=torch.bool), policy, load=True, use=True
+        )
         assert torch.equal(tiers[0][got].flatten(), content[low : low + 3].flatten())
         tiers[CLOCK] += 1
     for block in pinned:
@@ -124,7 +128,15 @@ def test_equal_blocks_share_a_slot():
 def test_nothing_wanted_changes_nothing():
     tiers = make_tiers(torch.arange(11.0)[:, None], 5, resident=(1, 2))
     before = [part.clone() for part in tiers]
-    got = acquire(tiers, torch.tensor([3, 4, 1]), torch.zeros(3, dtype=torch.bool), "lru", load=True, use=True, count=True)
+    got = acquire(
+        tiers,
+        torch.tensor([3, 4, 1]),
+        torch.zeros(3, dtype=torch.bool),
+        "lru",
+        load=True,
+        use=True,
+        count=True,
+    )
     assert got.tolist() == [0, 0, 0]
     for index in (SLOT_OF, BLOCK_IN, COUNTERS):
         assert torch.equal(tiers[index], before[index])
@@ -141,7 +153,15 @@ def test_without_load_the_content_is_the_callers():
 
 def test_resident_pool_needs_no_lookup():
     kv = torch.arange(6.0)[:, None]
-    got = acquire([kv], torch.tensor([4, 2, 5]), torch.tensor([True, False, True]), "lru", load=True, use=True, count=True)
+    got = acquire(
+        [kv],
+        torch.tensor([4, 2, 5]),
+        torch.tensor([True, False, True]),
+        "lru",
+        load=True,
+        use=True,
+        count=True,
+    )
     assert got.tolist() == [4, 0, 5]
     assert read([kv], torch.tensor([4, 2])).flatten().tolist() == [4.0, 2.0]
 

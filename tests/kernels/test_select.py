@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from hf_sparse.kernels.reference.select import select
 
+from hf_sparse.kernels.reference.select import select
 from tests import references
 
 
@@ -121,6 +121,8 @@ def test_a_row_ranks_the_same_in_any_batch():
     batch = select(estimate, captured, 1, last, 20, "softmax_mean")
     for b in range(3):
         count = int(last[b])
-        alone = select(estimate[b : b + 1, ..., :count], captured[b : b + 1], 1, last[b : b + 1], count, "softmax_mean")
+        alone = select(
+            estimate[b : b + 1, ..., :count], captured[b : b + 1], 1, last[b : b + 1], count, "softmax_mean"
+        )
         assert torch.equal(batch[0][b, :, : count - 1], alone[0][0, :, : count - 1])
         torch.testing.assert_close(batch[1][b, ..., :count], alone[1][0, ..., :count])

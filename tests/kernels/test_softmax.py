@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from hf_sparse.kernels.reference.softmax import block_attention, finite, merge
 
+from hf_sparse.kernels.reference.softmax import block_attention, finite, merge
 from tests import references
 
 # rows, KV heads, group, key dim, value dim, blocks, block size
@@ -38,16 +38,25 @@ def expected(query, keys, values, valid, softcap=0.0):
             one = references.attention(query[b, h], *flat, valid[b, h, 0].flatten(), softcap)
             output.append(one[0])
             mass.append(one[1])
-            block_mass.append(torch.stack([
-                references.attention(query[b, h], keys[b, h, r], values[b, h, r], valid[b, h, 0, r], softcap)[1]
-                for r in range(keys.shape[2])
-            ], -1))  # fmt: skip
+            block_mass.append(
+                torch.stack(
+                    [
+                        references.attention(
+                            query[b, h], keys[b, h, r], values[b, h, r], valid[b, h, 0, r], softcap
+                        )[1]
+                        for r in range(keys.shape[2])
+                    ],
+                    -1,
+                )
+            )
     join = lambda parts: torch.stack(parts).unflatten(0, (rows, heads))  # noqa: E731
     return join(output), join(mass), join(block_mass)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["plain", "softcap"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
+)
 @pytest.mark.parametrize("shape", [param.values for param in SHAPES], ids=[param.id for param in SHAPES])
 def test_block_attention(shape, dtype, softcap):
     query, keys, values, valid = draw(shape, dtype)
@@ -72,7 +81,9 @@ def test_invalid_tokens_are_not_looked_at(poison):
     query, keys, values, valid = draw((2, 2, 2, 8, 8, 3, 4))
     clean = block_attention(query, keys, values, valid, 0.0)
     hidden = ~valid.squeeze(2)[..., None]
-    poisoned = block_attention(query, keys.masked_fill(hidden, poison), values.masked_fill(hidden, poison), valid, 0.0)
+    poisoned = block_attention(
+        query, keys.masked_fill(hidden, poison), values.masked_fill(hidden, poison), valid, 0.0
+    )
     for before, after in zip(clean, poisoned):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
 
@@ -85,14 +96,18 @@ def test_huge_logits_do_not_overflow():
     torch.testing.assert_close(mass.double(), reference[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("cuts", [(1,), (2, 3), (1, 2, 3, 4, 5)], ids=["two-parts", "three-parts", "block-by-block"])
+@pytest.mark.parametrize(
+    "cuts", [(1,), (2, 3), (1, 2, 3, 4, 5)], ids=["two-parts", "three-parts", "block-by-block"]
+)
 def test_merged_parts_are_the_whole(cuts):
     query, keys, values, valid = draw((2, 2, 3, 16, 8, 6, 4))
     valid[0, 0, :, 2:] = False  # some parts have nothing to say
     whole = expected(query, keys, values, valid)
     output, mass = None, None
     for low, high in zip((0, *cuts), (*cuts, 6)):
-        part = block_attention(query, keys[:, :, low:high], values[:, :, low:high], valid[:, :, :, low:high], 0.0)
+        part = block_attention(
+            query, keys[:, :, low:high], values[:, :, low:high], valid[:, :, :, low:high], 0.0
+        )
         output, mass = part[:2] if output is None else merge(output, mass, *part[:2])
     torch.testing.assert_close(output.double(), whole[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mass.double(), whole[1], rtol=1e-5, atol=1e-5)

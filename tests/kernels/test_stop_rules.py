@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from hf_sparse.kernels.reference.attend import attend
 from hf_sparse.selection.rounds import largest_round, round_bounds
 from hf_sparse.selection.stop_rules import RULES
@@ -13,7 +14,9 @@ from hf_sparse.selection.stop_rules import RULES
 P = 4
 
 
-def read_blocks(masses, rule, threshold, forced=1e-9, estimates=None, window=16, first=1, sinks=None, floor=0):
+def read_blocks(
+    masses, rule, threshold, forced=1e-9, estimates=None, window=16, first=1, sinks=None, floor=0
+):
     """Blocks that one head reads when the ranked blocks have these masses (a block's P tokens weigh the same)."""
     count = len(masses)
     key = (torch.tensor(masses, dtype=torch.float64) / P).log().float()
@@ -28,9 +31,29 @@ def read_blocks(masses, rule, threshold, forced=1e-9, estimates=None, window=16,
     order = torch.arange(count)[None, None]
     candidates = torch.tensor([count])
     mass = torch.tensor([[[math.log(forced)]]])
-    result = attend(tiers, torch.ones(1, 1, 1, 1), table, order, rest, candidates, candidates, torch.tensor([floor]),
-                    torch.zeros(1, 1, 1, 1), mass, sinks, list(range(first, count)) + [count], "threshold", rule, threshold,
-                    window, False, P, 1, 0.0, "lru")  # fmt: skip
+    result = attend(
+        tiers,
+        torch.ones(1, 1, 1, 1),
+        table,
+        order,
+        rest,
+        candidates,
+        candidates,
+        torch.tensor([floor]),
+        torch.zeros(1, 1, 1, 1),
+        mass,
+        sinks,
+        list(range(first, count)) + [count],
+        "threshold",
+        rule,
+        threshold,
+        window,
+        False,
+        P,
+        1,
+        0.0,
+        "lru",
+    )
     return int(result[2])
 
 
@@ -53,10 +76,16 @@ def test_falling_masses_in_true_order(threshold):
     total = sum(masses)
     needed = next(m for m in range(1, 201) if sum(masses[:m]) >= threshold * total)
     assert read_blocks(masses, "estimate", threshold) == needed
-    bound = next(m for m in range(1, 201) if sum(masses[:m]) >= threshold * (sum(masses[:m]) + (200 - m) * masses[m - 1]))
+    bound = next(
+        m
+        for m in range(1, 201)
+        if sum(masses[:m]) >= threshold * (sum(masses[:m]) + (200 - m) * masses[m - 1])
+    )
     assert read_blocks(masses, "nleft", threshold) == bound > needed
     recent = lambda m: sum(masses[max(0, m - 16) : m]) / min(m, 16)  # noqa: E731
-    window = next(m for m in range(1, 201) if sum(masses[:m]) >= threshold * (sum(masses[:m]) + (200 - m) * recent(m)))
+    window = next(
+        m for m in range(1, 201) if sum(masses[:m]) >= threshold * (sum(masses[:m]) + (200 - m) * recent(m))
+    )
     assert read_blocks(masses, "window", threshold) == window >= bound
 
 
@@ -72,9 +101,10 @@ def test_window_forgets_what_it_has_passed():
     """60 heavy blocks, then 300 light ones: once only light ones are in the window, little is left by its measure."""
     masses = [1.0] * 60 + [1e-3] * 300
     assert read_blocks(masses, "window", 0.9, window=16) == next(
-        m for m in range(61, 361)
+        m
+        for m in range(61, 361)
         if sum(masses[:m]) >= 0.9 * (sum(masses[:m]) + (360 - m) * sum(masses[m - 16 : m]) / 16)
-    )  # fmt: skip
+    )
     assert read_blocks(masses, "window", 0.9, window=1) == 61
     assert read_blocks(masses, "window", 0.9, window=1000) > read_blocks(masses, "window", 0.9, window=16)
 
@@ -118,7 +148,10 @@ def test_rules_in_numbers():
     read = torch.tensor([[[[True, True, True, False]]]])
     left = torch.tensor([[[2]]])
     rest = torch.tensor([[[[9.0, 8.0, 7.0, 6.0, 5.0]]]]).log()
-    call = lambda rule, **more: RULES[rule](rest=rest, done=3, block_mass=block_mass, read=read, left=left, size=2, **more)  # noqa: E731
+
+    def call(rule):
+        return RULES[rule](rest=rest, done=3, block_mass=block_mass, read=read, left=left, size=2)
+
     assert call("nleft").exp().item() == pytest.approx(2 * 1.0)
     assert call("window").exp().item() == pytest.approx(2 * (2.0 + 1.0) / 2)
     assert call("estimate").exp().item() == pytest.approx(6.0)
@@ -130,7 +163,9 @@ def test_rules_in_numbers():
 def test_nothing_left_is_no_mass(rule, left):
     block_mass = torch.zeros(1, 1, 1, 3)
     read = torch.ones(1, 1, 1, 3, dtype=torch.bool)
-    got = RULES[rule](rest=None, done=3, block_mass=block_mass, read=read, left=torch.tensor([[[left]]]), size=16)
+    got = RULES[rule](
+        rest=None, done=3, block_mass=block_mass, read=read, left=torch.tensor([[[left]]]), size=16
+    )
     assert got.item() == -math.inf
 
 
