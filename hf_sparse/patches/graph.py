@@ -103,12 +103,15 @@ class GraphedStep:
             self.room = min(layer.room() for layer in layers)
         self.cache.tokens.fill_(length)
         started = time.perf_counter()
-        outputs = self.compiled(**inputs, **{CACHE_ARGUMENT: self.cache})
+        try:
+            outputs = self.compiled(**inputs, **{CACHE_ARGUMENT: self.cache})
+        finally:
+            self.bound = []                                 # whatever happened, the cache's memory is its owner's
         if self.calls < 2:
+            # Only the calls that compile and capture are waited for, to report what they cost.
             torch.cuda.synchronize(self.cache.tokens.device)
             self.first_call_seconds += time.perf_counter() - started
         self.calls += 1
-        self.bound = []
         for layer in layers:
             layer.end_step()
         for name in CACHE_NAMES:
