@@ -17,6 +17,7 @@ from torch.library import custom_op
 from ..cache.layer import PSALayer
 from ..cache.psa_cache import PSACache
 from ..compat import CACHE_ARGUMENT, CACHE_NAMES, Cache, CacheLayerMixin
+from .capture import CapturedCall, fingerprint, signature
 
 # `kv_length` of a StepCache: the mask function knows it and makes no mask.
 STEP_LENGTH = 2**40 + 7
@@ -70,53 +71,81 @@ class StepCache(Cache):
 
     def __init__(self, number: int, layers: int, device: torch.device):
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
-        torch._dynamo.mark_static_address(self.tokens, guard=False)
         super().__init__(layers=[StepLayer(number, order, self.tokens) for order in range(layers)])
 
 
 class GraphedStep:
-    """Decoding with one batch size: the compiled call, its StepCache, and the kernels' StaticStep."""
+    """Decoding with one batch size: the compiled call, its StepCache, the kernels' StaticStep, and the captures."""
 
     def __init__(self, model, static, layers: int, device: torch.device):
         self.number = next(_NUMBERS)
         _STEPS[self.number] = self
-        self.static = static
+        self.static, self.device = static, device
+        self.fingerprint = fingerprint(model)
         self.cache = StepCache(self.number, layers, device)
-        self.compiled = torch.compile(model.__call__, mode="reduce-overhead", fullgraph=True, dynamic=False)
+        self.compiled = torch.compile(model.__call__, fullgraph=True, dynamic=False)
+        self.captures: dict[tuple, CapturedCall] = {}       # by the signature of a call
         self.bound: list[PSALayer] = []
         self.cache_in_use = lambda: None                    # weak: a step must not keep a cache's memory
         self.room = 0                                       # tokens up to which nothing needs to be prepared
-        self.calls = 0
+        self.tokens = -1                                    # what the device's token count is
         self.first_call_seconds = 0.0
+
+    @property
+    def captured(self) -> bool:
+        return any(call.replay is not None for call in self.captures.values())
 
     def use(self, cache: PSACache) -> None:
         """Decode with this cache from now on."""
         self.cache_in_use, self.room = weakref.ref(cache), 0
 
-    def __call__(self, cache: PSACache, inputs: dict):
-        self.bound = layers = cache.sparse_layers
+    def _run(self, **inputs):
+        outputs = self.compiled(**inputs, **{CACHE_ARGUMENT: self.cache})
+        self.cache.tokens += 1
+        return outputs
+
+    def __call__(self, cache: PSACache, inputs: dict, key: tuple):
+        layers = cache.sparse_layers
         length = layers[0].length
         if length >= self.room:                             # seldom: the step itself must not wait for Python
             for layer in layers:
                 layer.begin_step()
             self.static.prepare(layers)
             self.room = min(layer.room() for layer in layers)
-        self.cache.tokens.fill_(length)
-        started = time.perf_counter()
-        try:
-            outputs = self.compiled(**inputs, **{CACHE_ARGUMENT: self.cache})
-        finally:
-            self.bound = []                                 # whatever happened, the cache's memory is its owner's
-        if self.calls < 2:
-            # Only the calls that compile and capture are waited for, to report what they cost.
-            torch.cuda.synchronize(self.cache.tokens.device)
-            self.first_call_seconds += time.perf_counter() - started
-        self.calls += 1
+        if length != self.tokens:
+            self.cache.tokens.fill_(length)
+        call = self.captures.get(key)
+        if call is None or call.replay is None:
+            outputs = self._first_calls(layers, key, inputs)
+        else:
+            outputs = call(inputs)
+        self.tokens = length + 1
         for layer in layers:
             layer.end_step()
         for name in CACHE_NAMES:
             if name in outputs:
                 outputs[name] = cache
+        return outputs
+
+    def _first_calls(self, layers: list[PSALayer], key: tuple, inputs: dict):
+        """The calls that compile and capture: waited for, to report what they cost, and undone if they fail."""
+        started = time.perf_counter()
+        lengths = [layer.lengths.clone() for layer in layers]
+        call = self.captures.setdefault(key, CapturedCall(self._run, inputs, self.device))
+        self.bound, self.tokens = layers, -1
+        try:
+            # Every batch size compiles the same code anew, on purpose.
+            with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+                outputs = call(inputs)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except Exception:
+            for layer, length in zip(layers, lengths):
+                layer.lengths.copy_(length)
+            raise
+        finally:
+            self.bound = []                                 # whatever happened, the cache's memory is its owner's
+        self.first_call_seconds += time.perf_counter() - started
         return outputs
 
 
@@ -149,21 +178,23 @@ def get_compiled_call(self, compile_config=None):
             return self(**inputs)
         if step is None or step.cache_in_use() is not cache:
             step = _find_step(self, patch, cache, inputs)
-            if step is None:
-                return self(**inputs)
-            step.use(cache)
-        for name in (*CACHE_NAMES, "attention_mask"):
-            inputs.pop(name, None)
+            if step is not None:
+                step.use(cache)
+        key = None
+        if step is not None:
+            plain = {name: value for name, value in inputs.items() if name not in (*CACHE_NAMES, "attention_mask")}
+            key = signature(plain)
+        if key is None:
+            return self(**inputs)
         try:
-            return step(cache, inputs)
+            return step(cache, plain, key)
         except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
-            if step.calls > 1:
+            if step.captured:
                 raise                                       # not the capture: a fault of the step itself
             patch.steps[_key(cache)] = step = None
             warnings.warn(f"The decode step could not be captured ({type(error).__name__}: {error}); decoding goes on "
                           "uncaptured, which is slower.", UserWarning, stacklevel=2)
-            inputs[CACHE_ARGUMENT] = cache
-            return self(**inputs)
+        return self(**inputs)
 
     return call
 
@@ -202,14 +233,14 @@ def _find_step(model, patch, cache: PSACache, inputs: dict) -> GraphedStep | Non
     """The captured step for this cache, or None if it needs an eager one."""
     if not capturable(model, cache):
         return None
-    layers, mask = cache.sparse_layers, inputs.get("attention_mask")
+    key, layers, mask = _key(cache), cache.sparse_layers, inputs.get("attention_mask")
+    if key in patch.steps and patch.steps[key] is None:     # it could not be captured
+        return None
     # Looked at once: from here on generate() only appends ones.
     if mask is not None and not (layers[0].agrees(mask[:, :-1].bool()) and bool(mask[:, -1].all())):
         return None
-    key = _key(cache)
-    if key not in patch.steps:
+    if key not in patch.steps or patch.steps[key].fingerprint != fingerprint(model):
         patch.steps[key] = GraphedStep(model, cache.state.step(), len(layers), model.device)
     step = patch.steps[key]
-    if step is not None:
-        cache.state.static = step.static
+    cache.state.static = step.static
     return step
