@@ -12,7 +12,7 @@ from ..selection.rounds import round_bounds
 from .append import append_kernel
 from .attend import attend_kernel
 from .descriptor import FIELDS
-from .score import score_kernel
+from .score import HEADS, score_kernel
 from .select import OCTAVES, select_kernel
 
 LOG2E = 1.4426950408889634
@@ -116,9 +116,6 @@ class Tuning:
     append_tile: int = 32
     append_stages: int = 1
     score_waves: int = 12           # programs of the ranking kernel for each processor
-    score_warps: int = 1
-    score_columns: int = 8
-    score_stages: int = 1
     score_registers: int | None = None
     select_tile: int = 4096
     select_warps: int = 16
@@ -157,10 +154,8 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
     DP, DVP = triton.next_power_of_2(D), triton.next_power_of_2(DV)
     R4, R2 = shape.high, shape.low
     R4P, R2P = max(triton.next_power_of_2(R4), 16), max(triton.next_power_of_2(R2), 16)
-    RA = 1 << (R2.bit_length() - 1)
     on_gpu, tune = not INTERPRETED, TUNING
     CB = chunk_blocks(policy)
-    RB = max(triton.next_power_of_2(max(R2 - RA, 1)), 32 if on_gpu else 1)
     common = dict(H=H, G=G, GP=GP)
     cap, log2_scale = softcap > 0, scaling * LOG2E
     tail = max(policy.recent_blocks + 1, UB)
@@ -177,10 +172,10 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
             num_warps=tune.append_warps, num_stages=tune.append_stages)
 
     def score():
-        score_kernel[(rows, per_row(tune.score_waves) if on_gpu else 2)](
-            desc, query, query.stride(0), query.stride(1), log2_scale, softcap, **common, D=D, P=P, UB=UB, R4=R4,
-            R4P=max(R4P, 32) if on_gpu else R4P, R2=R2, RA=RA, RB=RB, N=max(tune.score_columns, GP), PTX=on_gpu,
-            CAP=cap, num_warps=tune.score_warps, num_stages=tune.score_stages,
+        tiles = -(-G // HEADS.value)
+        score_kernel[(rows, max(1, per_row(tune.score_waves) // tiles) if on_gpu else 2, tiles)](
+            desc, query, query.stride(0), query.stride(1), log2_scale, softcap, **common, D=D, P=P, UB=UB, R4=R4, R2=R2,
+            PTX=on_gpu, CAP=cap, num_warps=1, num_stages=1,
             **({"maxnreg": tune.score_registers} if tune.score_registers and on_gpu else {}))
 
     if on_gpu and tune.parallel:
