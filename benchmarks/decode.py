@@ -96,6 +96,24 @@ def attention_us(model, cache) -> dict:
     return quantiles(times)
 
 
+def step_ms(model, cache) -> dict:
+    """The captured step alone, replayed: what the device takes, without generate() around it."""
+    step = next(iter(model._hf_sparse.steps.values()))
+    call = next(iter(step.captures.values()))
+    saved = [layer.lengths.clone() for layer in cache.sparse_layers]
+    times = []
+    for _ in range(20):
+        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        start.record()
+        call.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+        for layer, lengths in zip(cache.sparse_layers, saved):
+            layer.lengths.copy_(lengths)
+    return quantiles(times)
+
+
 def sdpa_us(batch: int, context: int, kv_heads: int, layers: int = 8) -> dict:
     q = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     kv = [torch.randn(2, batch, kv_heads, context, 128, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
@@ -192,6 +210,8 @@ def measure(model, name: str, batch: int, context: int, tokens: int, run: str, s
             _, times = generate(model, longer, cache, tokens)
         step = next(iter(model._hf_sparse.steps.values()), None)
         row["captured"] = step is not None and step.captured
+        if row["captured"]:
+            row["step_ms"] = step_ms(model, cache)
         row["compile_s"] = None if step is None else round(step.first_call_seconds, 2)
         stats = cache.stats()
         row["kv_fraction"], row["coverage"] = stats["kv_fraction"], stats["coverage"]

@@ -116,16 +116,13 @@ def kernel_times(chain) -> dict[str, float]:
 
 
 SWEEPS = {
-    "score_kernel": [dict(score_columns=c, score_waves=w, score_registers=r)
-                     for c, w, r in ((4, 16, 128), (4, 12, None), (8, 16, 128), (4, 20, 96), (4, 32, 128))],
-    "select_kernel": [dict(select_tile=t, select_warps=w)
-                      for t, w in ((4096, 16), (4096, 32), (2048, 16), (1024, 8), (1024, 4))],
-    "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c, attend_stages=n, merge_tile=m)
-                      for t, w, v, c, n, m in ((64, 4, 2, 4, 1, 32), (64, 8, 2, 4, 1, 32), (128, 8, 2, 4, 1, 32),
-                                               (64, 4, 2, 4, 2, 32), (128, 8, 1, 8, 1, 16), (64, 4, 1, 8, 1, 16),
-                                               (32, 4, 2, 4, 1, 32))],
-    "append_kernel": [dict(append_tile=t, append_warps=w, append_stages=n)
-                      for t, w, n in ((32, 4, 1), (32, 8, 1), (64, 4, 1), (64, 8, 1), (64, 8, 2))],
+    "rank_kernel": [dict(score_waves=w, rank_registers=r) for w, r in ((16, 128), (12, None), (15, 128), (12, 168), (20, 96))],
+    "select_kernel": [dict(select_tile=t, select_warps=w, select_rank=r)
+                      for t, w, r in ((4096, 8, 128), (4096, 8, 256), (4096, 16, 128), (4096, 4, 128))],
+    "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c, attend_stages=n)
+                      for t, w, v, c, n in ((128, 4, 2, 4, 1), (64, 4, 4, 2, 1),
+                                            (64, 2, 4, 2, 1), (128, 2, 2, 4, 1))],
+    "merge_kernel": [dict(merge_tile=t, merge_warps=w) for t, w in ((32, 4), (32, 2), (16, 4))],
 }
 
 

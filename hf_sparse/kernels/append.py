@@ -1,4 +1,4 @@
-"""First kernel of the decode step: store the token, finish a digest that closes, attend to the always-read blocks."""
+"""Beside the ranking: store the token, finish a digest that closes, attend to the always-read blocks."""
 from __future__ import annotations
 
 import triton
@@ -30,59 +30,60 @@ def softcap_log2(s, softcap):
 
 
 @triton.jit
-def _encode_part(kv, row, centre, order, unit, out, minimum, scale, first, R: tl.constexpr, RP: tl.constexpr,
-                 BITS: tl.constexpr, element, P: tl.constexpr, D: tl.constexpr, U: tl.constexpr, SINK: tl.constexpr):
-    """Codes of channels order[first : first + R] of one unit (digests/channel_codes.py says how)."""
+def _encode_part(kv, row, centre, order, unit, out, minimum, scale, first, R: tl.constexpr, BITS: tl.constexpr, element,
+                 P: tl.constexpr, D: tl.constexpr, U: tl.constexpr, SINK: tl.constexpr):
+    """Codes of channels order[first : first + R] of one unit (digests/channel_codes.py says how), a few at a time: one
+    program in 128 steps comes here, and must not cost the others their registers."""
     FIELDS: tl.constexpr = 8 // BITS
     ROWS: tl.constexpr = U // FIELDS
+    TILE: tl.constexpr = 8
     levels = (1 << BITS) - 1
-    r = tl.arange(0, RP)
-    inside = r < R
-    channel = tl.load(order + first + r, mask=inside, other=0).to(tl.int32)
-    mid = tl.load(centre + channel, mask=inside, other=0.0)
-    low = tl.full([RP], float("inf"), tl.float32)
-    high = tl.full([RP], float("-inf"), tl.float32)
     j = tl.arange(0, ROWS)
-    for f in tl.static_range(FIELDS):
-        token = unit * U + f * ROWS + j
-        slot = tl.load(row + token // P)
-        at = slot[:, None] * element + (token % P)[:, None] * D + channel[None, :]
-        k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
-        kept = (token >= SINK * P)[:, None] & inside[None, :]
-        low = tl.minimum(low, tl.min(tl.where(kept, k, float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.where(kept, k, float("-inf")), 0))
-    empty = low > high
-    low, high = tl.where(empty, 0.0, low), tl.where(empty, 0.0, high)
-    base = _fp16_range(low)
-    step = _fp16_range((high - base.to(tl.float32)) / levels)
-    tl.store(minimum + first + r, base, mask=inside)
-    tl.store(scale + first + r, step, mask=inside)
-    base, step = base.to(tl.float32), step.to(tl.float32)
-    inverse = tl.where(step > 0, 1.0 / tl.where(step > 0, step, 1.0), 0.0)
-    packed = tl.zeros([ROWS, RP], tl.int32)
-    for f in tl.static_range(FIELDS):
-        token = unit * U + f * ROWS + j
-        slot = tl.load(row + token // P)
-        at = slot[:, None] * element + (token % P)[:, None] * D + channel[None, :]
-        k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
-        code = tl.minimum(tl.maximum(_round((k - base[None, :]) * inverse[None, :]), 0.0), levels * 1.0).to(tl.int32)
-        code = tl.where((token >= SINK * P)[:, None], code, 0)
-        packed = packed | (code << (BITS * f))
-    tl.store(out + j[:, None] * R + r[None, :], packed.to(tl.uint8), mask=inside[None, :])
+    for c in range(0, R, TILE):
+        r = c + tl.arange(0, TILE)
+        inside = r < R
+        channel = tl.load(order + first + r, mask=inside, other=0).to(tl.int32)
+        mid = tl.load(centre + channel, mask=inside, other=0.0)
+        low = tl.full([TILE], float("inf"), tl.float32)
+        high = tl.full([TILE], float("-inf"), tl.float32)
+        for f in range(FIELDS):
+            token = unit * U + f * ROWS + j
+            slot = tl.load(row + token // P)
+            at = slot[:, None] * element + (token % P)[:, None] * D + channel[None, :]
+            k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
+            kept = (token >= SINK * P)[:, None] & inside[None, :]
+            low = tl.minimum(low, tl.min(tl.where(kept, k, float("inf")), 0))
+            high = tl.maximum(high, tl.max(tl.where(kept, k, float("-inf")), 0))
+        empty = low > high
+        base = _fp16_range(tl.where(empty, 0.0, low))
+        step = _fp16_range((tl.where(empty, 0.0, high) - base.to(tl.float32)) / levels)
+        tl.store(minimum + first + r, base, mask=inside)
+        tl.store(scale + first + r, step, mask=inside)
+        start, width = base.to(tl.float32), step.to(tl.float32)
+        inverse = tl.where(width > 0, 1.0 / tl.where(width > 0, width, 1.0), 0.0)
+        packed = tl.zeros([ROWS, TILE], tl.int32)
+        for f in range(FIELDS):
+            token = unit * U + f * ROWS + j
+            slot = tl.load(row + token // P)
+            at = slot[:, None] * element + (token % P)[:, None] * D + channel[None, :]
+            k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
+            code = tl.minimum(tl.maximum(_round((k - start[None, :]) * inverse[None, :]), 0.0), levels * 1.0).to(tl.int32)
+            code = tl.where((token >= SINK * P)[:, None], code, 0)
+            packed = packed | (code << (BITS * f))
+        tl.store(out + j[:, None] * R + r[None, :], packed.to(tl.uint8), mask=inside[None, :])
 
 
 @triton.jit
-def append_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap,
-                  H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                  DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, SINK: tl.constexpr,
-                  RECENT: tl.constexpr, TAIL: tl.constexpr, R4: tl.constexpr, R4P: tl.constexpr, R2: tl.constexpr,
-                  R2P: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr):
-    """One program a row and KV head.
+def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, pid, piece,
+           H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+           DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, SINK: tl.constexpr,
+           RECENT: tl.constexpr, TAIL: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, PIECES: tl.constexpr, FT: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr,
+           CAP: tl.constexpr):
+    """One piece, FT tokens, of the always-read blocks of a row and KV head (sink, then tail).
 
-    Q [B, Hq, D], K [B, H, D], V [B, H, DV] with strides; OF [B, H, GP, DVP], MF [B, H, GP]: output and log2 mass of
-    the always-read blocks. `scale` includes log2(e).
+    Q [B, Hq, D], K [B, H, D], V [B, H, DV] with strides; OF [B, H, PIECES, GP, DVP], MF [B, H, PIECES, GP]: output and
+    log2 mass of the piece. `scale` includes log2(e).
     """
-    pid = tl.program_id(0).to(tl.int64)
     b, h = pid // H, pid % H
     U: tl.constexpr = P * UB
     lengths = d.address(desc, d.LENGTHS, tl.int64)
@@ -90,48 +91,48 @@ def append_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, so
     row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
     kv = d.address(desc, d.KV, TYPE)
     element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
-
-    # Store the token.
-    rd, rv = tl.arange(0, DP), tl.arange(0, DVP)
-    slot = tl.load(row + length // P) * element
-    inside = length % P
-    tl.store(kv + slot + inside * D + rd, tl.load(K + b * k_b + h * k_h + rd, mask=rd < D, other=0.0), mask=rd < D)
-    tl.store(kv + slot + P * D + inside * DV + rv, tl.load(V + b * v_b + h * v_h + rv, mask=rv < DV, other=0.0),
-             mask=rv < DV)
-    tl.debug_barrier()
     new = length + 1
+    start = tl.maximum(tl.minimum(length // U * UB, length // P - RECENT), SINK)
+    rd, rv = tl.arange(0, DP), tl.arange(0, DVP)
+    column = length // P
+    place = tl.where(column < SINK, column, column - start + SINK) * P + length % P
+    if place // FT == piece:
+        # The token is in this piece, so nobody else has to see it stored.
+        slot = tl.load(row + column) * element
+        inside = length % P
+        tl.store(kv + slot + inside * D + rd, tl.load(K + b * k_b + h * k_h + rd, mask=rd < D, other=0.0), mask=rd < D)
+        tl.store(kv + slot + P * D + inside * DV + rv, tl.load(V + b * v_b + h * v_h + rv, mask=rv < DV, other=0.0),
+                 mask=rv < DV)
+        tl.debug_barrier()
+        if new % U == 0:
+            centre = d.address(desc, d.CENTRE, tl.float32) + pid * D
+            order = d.address(desc, d.ORDER, tl.int16) + pid * D
+            unit = new // U - 1
+            at = pid * tl.load(desc + d.UNITS) + unit
+            minimum = d.address(desc, d.MINIMUM, tl.float16) + at * (R4 + R2)
+            steps = d.address(desc, d.SCALE, tl.float16) + at * (R4 + R2)
+            high = d.address(desc, d.HIGH, tl.uint8) + at * (U // 2 * R4)
+            low = d.address(desc, d.LOW, tl.uint8) + at * (U // 4 * R2)
+            _encode_part(kv, row, centre, order, unit, high, minimum, steps, 0, R4, 4, element, P, D, U, SINK)
+            _encode_part(kv, row, centre, order, unit, low, minimum, steps, R4, R2, 2, element, P, D, U, SINK)
 
-    # Finish the digest of a unit that this token closes.
-    centre = d.address(desc, d.CENTRE, tl.float32) + pid * D
-    order = d.address(desc, d.ORDER, tl.int16) + pid * D
-    if new % U == 0:
-        unit = new // U - 1
-        at = pid * tl.load(desc + d.UNITS) + unit
-        minimum = d.address(desc, d.MINIMUM, tl.float16) + at * (R4 + R2)
-        steps = d.address(desc, d.SCALE, tl.float16) + at * (R4 + R2)
-        high = d.address(desc, d.HIGH, tl.uint8) + at * (U // 2 * R4)
-        low = d.address(desc, d.LOW, tl.uint8) + at * (U // 4 * R2)
-        _encode_part(kv, row, centre, order, unit, high, minimum, steps, 0, R4, R4P, 4, element, P, D, U, SINK)
-        _encode_part(kv, row, centre, order, unit, low, minimum, steps, R4, R2, R2P, 2, element, P, D, U, SINK)
-
-    # The always-read blocks: sink and tail, several of them a tile.
     RQ: tl.constexpr = 16 if GP < 16 else GP
     rq = tl.arange(0, RQ)
     rt = tl.arange(0, TT)
     qq = tl.load(Q + b * q_b + (h * G + rq)[:, None] * q_h + rd[None, :],
                  mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
-    start = tl.maximum(tl.minimum(length // U * UB, length // P - RECENT), SINK)
     top = tl.full([RQ], float("-inf"), tl.float32)
     total = tl.zeros([RQ], tl.float32)
     acc = tl.zeros([RQ, DVP], tl.float32)
-    for low in range(0, (SINK + TAIL) * P, TT):
-        i = (low + rt) // P
-        column = tl.where(i < SINK, i, start + i - SINK)
-        token = column * P + rt % P
-        seen = (token < new) & ((i < SINK) | (column >= SINK)) & (i < SINK + TAIL)
-        at = tl.load(row + column, mask=seen, other=0) * element
-        k = tl.load(kv + (at + rt % P * D)[None, :] + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
-        v = tl.load(kv + (at + P * D + rt % P * DV)[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
+    for low in range(0, FT, TT):
+        at = piece * FT + low + rt
+        i = at // P
+        block = tl.where(i < SINK, i, start + i - SINK)
+        token = block * P + at % P
+        seen = (token < new) & ((i < SINK) | (block >= SINK)) & (i < SINK + TAIL)
+        slot = tl.load(row + block, mask=seen, other=0) * element
+        k = tl.load(kv + (slot + at % P * D)[None, :] + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
+        v = tl.load(kv + (slot + P * D + at % P * DV)[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
                     other=0.0)
         s = tl.dot(qq, k, input_precision="ieee") * scale
         if CAP:
@@ -144,6 +145,17 @@ def append_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, so
         acc = acc * fade[:, None] + tl.dot(p.to(TYPE), v, input_precision="ieee")
         total = total * fade + tl.sum(p, 1)
         top = peak
-    out = acc / total[:, None]
-    tl.store(OF + pid * GP * DVP + rq[:, None] * DVP + rv[None, :], out, mask=(rq < GP)[:, None])
-    tl.store(MF + pid * GP + rq, top + tl.log2(total), mask=rq < GP)
+    whole = tl.where(total > 0, total, 1.0)
+    at = pid * PIECES + piece
+    tl.store(OF + at * GP * DVP + rq[:, None] * DVP + rv[None, :], acc / whole[:, None], mask=(rq < GP)[:, None])
+    tl.store(MF + at * GP + rq, tl.where(total > 0, top + tl.log2(whole), float("-inf")), mask=rq < GP)
+
+
+@triton.jit
+def forced_masses(MF, pid, GP: tl.constexpr, PIECES: tl.constexpr, FP: tl.constexpr):
+    """Log2 masses of the pieces [FP, GP], -inf beyond PIECES, and of all together [GP]."""
+    rf = tl.arange(0, FP)
+    m = tl.load(MF + (pid * PIECES + rf)[:, None] * GP + tl.arange(0, GP)[None, :], mask=(rf < PIECES)[:, None],
+                other=float("-inf"))
+    top = tl.max(m, 0)
+    return m, top + tl.log2(tl.sum(tl.exp2(m - top[None, :]), 0))

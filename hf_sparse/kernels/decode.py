@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 
 from ..selection.rounds import round_bounds
-from .append import append_kernel
-from .attend import attend_kernel
+from .attend import attend_kernel, merge_kernel
 from .descriptor import FIELDS
-from .score import HEADS, score_kernel
-from .select import OCTAVES, select_kernel
+from .rank import rank_kernel
+from .score import HEADS
+from .select import OCTAVES, STEPS, select_kernel
 
 LOG2E = 1.4426950408889634
 NO_LIMIT = 2**30
+PIECE = 32                                                  # tokens of the always-read blocks for one program
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -61,6 +62,14 @@ class DecodePolicy:
     round_blocks: int
     round_growth: float
 
+    def tail_blocks(self, unit_blocks: int) -> int:
+        """Most blocks that the always-read tail can have."""
+        return max(self.recent_blocks + 1, unit_blocks)
+
+    def pieces(self, block_size: int, unit_blocks: int) -> int:
+        """Programs that share the always-read blocks of a row and KV head."""
+        return -(-(self.sink_blocks + self.tail_blocks(unit_blocks)) * block_size // max(block_size, PIECE))
+
 
 class DecodeWork:
     """Buffers of fixed size that the layers of a step use one after the other."""
@@ -70,9 +79,9 @@ class DecodeWork:
         value_pad = triton.next_power_of_2(shape.value_dim)
         self.shape, self.policy, self.device = shape, policy, device
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=device)  # noqa: E731
-        self.forced, self.forced_mass = new(B, H, GP, value_pad), new(B, H, GP)
+        pieces = policy.pieces(shape.block_size, shape.unit_blocks)
+        self.forced, self.forced_mass = new(B, H, pieces, GP, value_pad), new(B, H, pieces, GP)
         self.total, self.info = new(B, H, GP), new(B, H, 8, dtype=torch.int32)
-        self.arrived = new(B, H, dtype=torch.int32)
         self.width = 0
         self.reserve(1)
 
@@ -83,7 +92,7 @@ class DecodeWork:
         shape = self.shape
         B, H, GP = shape.batch, shape.heads, shape.group_pad
         width = -(-blocks // 256) * 256
-        chunks = -(-width // chunk_blocks(self.policy)) + 1                  # one more, for reading on
+        chunks = -(-width // chunk_blocks(self.policy)) + GP                 # some more, for reading on
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
         self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
@@ -112,30 +121,22 @@ def bounds_flags(policy: DecodePolicy, device: torch.device, blocks: int = 2**16
 class Tuning:
     """Launch parameters, by measurement (benchmarks/kernels.py --sweep)."""
 
-    append_warps: int = 4
-    append_tile: int = 32
-    append_stages: int = 1
-    score_waves: int = 12           # programs of the ranking kernel for each processor
-    score_registers: int | None = None
+    score_waves: int = 16           # programs of the ranking for each processor
+    rank_registers: int | None = 128
     select_tile: int = 4096
-    select_warps: int = 16
+    select_warps: int = 8
+    select_rank: int = 128          # blocks ranked at once, each against 256
     chunk_blocks: int = 4
-    attend_tile: int = 64
+    attend_tile: int = 128
     attend_warps: int = 4
     attend_waves: int = 2
     attend_stages: int = 1
     merge_tile: int = 32            # chunks merged at once
-    parallel: bool = True           # append beside the ranking, on a second stream
+    merge_warps: int = 4
+    overlap: bool = True            # kernels of the chain start before the one before them has ended
 
 
 TUNING = Tuning()
-_SIDE: dict = {}
-
-
-def _side_stream(device: torch.device):
-    if device not in _SIDE:
-        _SIDE[device] = torch.cuda.Stream(device)
-    return _SIDE[device]
 
 
 def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
@@ -153,61 +154,45 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
     D, DV, P, UB = shape.key_dim, shape.value_dim, shape.block_size, shape.unit_blocks
     DP, DVP = triton.next_power_of_2(D), triton.next_power_of_2(DV)
     R4, R2 = shape.high, shape.low
-    R4P, R2P = max(triton.next_power_of_2(R4), 16), max(triton.next_power_of_2(R2), 16)
     on_gpu, tune = not INTERPRETED, TUNING
     CB = chunk_blocks(policy)
     common = dict(H=H, G=G, GP=GP)
     cap, log2_scale = softcap > 0, scaling * LOG2E
-    tail = max(policy.recent_blocks + 1, UB)
     rows = B * H
+    overlap = on_gpu and tune.overlap and torch.cuda.get_device_capability(work.device) >= (9, 0)
+    start = dict(OVERLAP=overlap, **({"launch_pdl": True} if overlap else {}))
     processors = torch.cuda.get_device_properties(work.device).multi_processor_count if on_gpu else 3
     per_row = lambda waves: max(1, processors * waves // rows)  # noqa: E731
 
-    def append():
-        append_kernel[(rows,)](
-            desc, query, key, value, work.forced, work.forced_mass, query.stride(0), query.stride(1), key.stride(0),
-            key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, **common, D=D, DP=DP, DV=DV, DVP=DVP,
-            P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=tail, R4=R4, R4P=R4P, R2=R2,
-            R2P=R2P, TT=max(P, min(tune.append_tile, 16384 // DP)), TYPE=TYPES[shape.dtype], CAP=cap,
-            num_warps=tune.append_warps, num_stages=tune.append_stages)
-
-    def score():
-        tiles = -(-G // HEADS.value)
-        score_kernel[(rows, max(1, per_row(tune.score_waves) // tiles) if on_gpu else 2, tiles)](
-            desc, query, query.stride(0), query.stride(1), log2_scale, softcap, **common, D=D, P=P, UB=UB, R4=R4, R2=R2,
-            PTX=on_gpu, CAP=cap, num_warps=1, num_stages=1,
-            **({"maxnreg": tune.score_registers} if tune.score_registers and on_gpu else {}))
-
-    if on_gpu and tune.parallel:
-        # Ranking looks at older tokens only, so it need not wait for the new one.
-        main, side = torch.cuda.current_stream(work.device), _side_stream(work.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            append()
-        score()
-        main.wait_stream(side)
-    else:
-        append()
-        score()
-
+    pieces, tiles = policy.pieces(P, UB), -(-G // HEADS.value)
+    stripes = max(1, per_row(tune.score_waves) // tiles) if on_gpu else 2
+    rank_kernel[(rows, pieces + stripes, tiles)](
+        desc, query, key, value, work.forced, work.forced_mass, query.stride(0), query.stride(1), key.stride(0),
+        key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P,
+        UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=policy.tail_blocks(UB), R4=R4, R2=R2,
+        PIECES=pieces, FT=max(P, PIECE), TT=16, TYPE=TYPES[shape.dtype], PTX=on_gpu, CAP=cap, OVERLAP=overlap,
+        num_warps=1, num_stages=1, **({"maxnreg": tune.rank_registers} if tune.rank_registers and on_gpu else {}))
     select_kernel[(rows,)](
         desc, work.forced_mass, work.total, work.info, policy.threshold, 0.5 * (1.0 - policy.threshold),
         policy.max_blocks, policy.min_blocks, policy.min_context, policy.top_share, **common, P=P, UB=UB,
-        SINK=policy.sink_blocks, RECENT=policy.recent_blocks,
+        SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces, FP=triton.next_power_of_2(pieces),
         # With "min" the group's mean says nothing of when its last head will pass.
         NEVER=policy.never, PLAN_ALL=policy.never or policy.group_min,
-        TILE=tune.select_tile if on_gpu else 64, TI=128 if on_gpu else 16, TJ=128 if on_gpu else 16, OCTAVES=OCTAVES,
+        TILE=tune.select_tile if on_gpu else 64, TI=tune.select_rank if on_gpu else 16, TJ=256 if on_gpu else 16, OCTAVES=OCTAVES, STEPS=STEPS, **start,
         num_warps=tune.select_warps, num_stages=1)
 
     out = torch.empty(B, 1, H * G, DV, dtype=query.dtype, device=query.device)
-    CT = max(1, min(tune.merge_tile, 16384 // (GP * DVP)))
+    TT = max(P, min(tune.attend_tile, CB * P, 16384 // DP))
+    read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, TT=TT, TYPE=TYPES[shape.dtype], CAP=cap, **start)
     attend_kernel[(rows, per_row(tune.attend_waves))](
-        desc, query, work.forced, work.forced_mass, work.total, work.info, bounds, work.arrived,
+        desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read,
+        num_warps=tune.attend_warps, num_stages=tune.attend_stages)
+    merge_kernel[(rows, G)](
+        desc, query, work.forced, work.forced_mass, work.total, work.info, bounds,
         sinks if sinks is not None else work.total, out, query.stride(0), query.stride(1), log2_scale, softcap,
-        policy.threshold, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, CT=CT,
-        TT=max(P, min(tune.attend_tile, CB * P, 16384 // DP)), TYPE=TYPES[shape.dtype], CAP=cap,
-        SINKS=sinks is not None, NEVER=policy.never, BY_ESTIMATE=policy.by_estimate, GROUP_MIN=policy.group_min,
-        SINK=policy.sink_blocks, num_warps=tune.attend_warps, num_stages=tune.attend_stages)
+        policy.threshold, **read, CT=tune.merge_tile, SINKS=sinks is not None, NEVER=policy.never,
+        BY_ESTIMATE=policy.by_estimate, GROUP_MIN=policy.group_min, SINK=policy.sink_blocks,
+        PIECES=pieces, FP=triton.next_power_of_2(pieces), num_warps=tune.merge_warps, num_stages=1)
     return out
 
 

@@ -32,7 +32,23 @@ ELEMENTS = tl.constexpr(18)         # E, elements of a slot
 WIDTH = tl.constexpr(19)            # W, blocks in the work buffers
 CHUNKS = tl.constexpr(20)           # C
 CAPTURED = tl.constexpr(21)         # fp32 [B, H, GP] captured log mass of the last step (natural)
-FIELDS = 24
+# A pool with a host tier (residency.py); the same in the rows of all layers.
+HOST = tl.constexpr(22)             # [C, E] every closed block, in host memory that kernels reach
+SLOT_OF = tl.constexpr(23)          # int64 [C] slot of a block, 0 if it has none, -1 while it is on the miss list
+BLOCK_IN = tl.constexpr(24)         # int64 [S] block in a slot, 0 if it is free
+PRIORITY = tl.constexpr(25)         # fp64 [S] eviction priority of what is in a slot, -inf if and only if it is free
+PINNED = tl.constexpr(26)           # int8 [S] 1: never evicted
+HISTORY = tl.constexpr(27)          # fp64 [C] priority that a block had when it was last evicted
+CLOCK = tl.constexpr(28)            # fp64 [1] tokens decoded, with fractions for layers
+HITS = tl.constexpr(29)             # int64 [2] hits, misses
+USE = tl.constexpr(30)              # int64 [S] tick at which a slot was last used
+RESIDENCY = tl.constexpr(31)        # int64 [8] counters and cursors, see residency.py
+MISSES = tl.constexpr(32)           # int64 [B * H * W] blocks to fetch
+QUEUE = tl.constexpr(33)            # int64 [V] slots in the order of eviction
+BINS = tl.constexpr(34)             # int32 [2, programs, bins] work buffer of the kernels that fill the queue
+SLOTS = tl.constexpr(35)            # S
+VICTIMS = tl.constexpr(36)          # V
+FIELDS = 40
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Rank kernel: estimated log2 mass of every block from its channel codes.
+"""Ranking: estimated log2 mass of every block from its channel codes.
 
 Integer tensor cores multiply the codes, as they lie in memory, with the query. A program is one warp, and it places what
 the tensor core wants by hand: lane l of the warp holds row l / 4 of the codes and column l / 4 of the query, each 4
@@ -183,11 +183,10 @@ def _sixteen_tokens(low, high, words, RUN: tl.constexpr, ROWS: tl.constexpr, T4:
 
 
 @triton.jit
-def score_kernel(desc, Q, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-                 D: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr,
-                 PTX: tl.constexpr, CAP: tl.constexpr):
-    """Programs (row and KV head, stripe of units, HEADS query heads), one warp each; scale includes log2(e)."""
-    pid = tl.program_id(0).to(tl.int64)
+def score(desc, Q, q_b, q_h, scale, softcap, pid, stripe, stripes, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+          D: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, PTX: tl.constexpr,
+          CAP: tl.constexpr):
+    """A stripe of the units of a row and KV head, for HEADS query heads; scale includes log2(e)."""
     U: tl.constexpr = P * UB
     ROWS: tl.constexpr = U // 4
     R: tl.constexpr = R4 + R2
@@ -196,7 +195,7 @@ def score_kernel(desc, Q, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.const
     LIMIT: tl.constexpr = 32500.0 if D <= 256 else 8000.0   # so that no sum leaves int32
     lengths = d.address(desc, d.LENGTHS, tl.int64)
     units = (tl.load(lengths + pid // H) // U).to(tl.int32)
-    if tl.program_id(1) < units:
+    if stripe < units:
         capacity = tl.load(desc + d.UNITS)
         width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
         first_head = tl.program_id(2) * HEADS
@@ -228,7 +227,7 @@ def score_kernel(desc, Q, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.const
             x = tl.load(at + place, mask=real & (head < G), other=0.0).to(tl.float32) * scale
             constant += x * tl.load(centre + place)
             query = query + (x, )
-        for u in range(tl.program_id(1), units, tl.num_programs(1)):
+        for u in range(stripe, units, stripes):
             row = lane // 4
             low = _code_words(low_words + u * (U // 16 * R2), low2 + u * (U // 4 * R2), row, c, R2)
             for g in tl.static_range(1, ROWS // 8):

@@ -1,7 +1,7 @@
 """Select kernel: which blocks to read, in which order, without sorting all of them.
 
-Two histograms of the shares' bits, 256 bins each and the second inside one bin of the first, say above which share enough
-mass (or the budget) is gathered. Only the blocks above are ranked exactly, against each other.
+A search over the bits of the shares says above which share enough mass (or the budget) is gathered. Only the blocks
+above are ranked exactly, against each other. The first TILE blocks of a row stay in registers; usually they are all.
 """
 from __future__ import annotations
 
@@ -9,26 +9,52 @@ import triton
 import triton.language as tl
 
 from . import descriptor as d
+from .append import forced_masses
+from .overlap import let_next_start, wait_for_previous
 
-# The first histogram covers this many octaves below the largest share in bins of an eighth, the second in 1/2048.
-OCTAVES = 24
+# The search goes over this many octaves below the largest share, and ends with bins of 1 / 128 octave.
+OCTAVES = 32
+STEPS = 6                                                   # each divides by four
+
+
+@triton.jit
+def _add(a, b, c, e, f, g, u, v, w, x, y, z):
+    return a + u, b + v, c + w, e + x, f + y, g + z
+
+
+@triton.jit
+def _above(share, cut, step):
+    """Number and sum of the shares whose bits are not below each of the cuts cut, cut + step and cut + 2 step."""
+    bits = share.to(tl.int32, bitcast=True)
+    a, b, c = bits >= cut, bits >= cut + step, bits >= cut + 2 * step
+    return tl.reduce((a.to(tl.int32), b.to(tl.int32), c.to(tl.int32), tl.where(a, share, 0.0), tl.where(b, share, 0.0),
+                      tl.where(c, share, 0.0)), 0, _add)
+
+
+@triton.jit
+def _shares(p, factor):
+    """Masses [GP, TILE] relative to something, times a factor for each head: the mean share of each block, [TILE]."""
+    return tl.sum(p * factor[:, None], 0)
 
 
 @triton.jit
 def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks, min_context, top_share,
                   H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
-                  SINK: tl.constexpr, RECENT: tl.constexpr, NEVER: tl.constexpr, PLAN_ALL: tl.constexpr,
-                  TILE: tl.constexpr, TI: tl.constexpr, TJ: tl.constexpr, OCTAVES: tl.constexpr):
+                  SINK: tl.constexpr, RECENT: tl.constexpr, PIECES: tl.constexpr, FP: tl.constexpr, NEVER: tl.constexpr, PLAN_ALL: tl.constexpr,
+                  TILE: tl.constexpr, TI: tl.constexpr, TJ: tl.constexpr,
+                  OCTAVES: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr):
     """One program a row and KV head.
 
-    MF [B, H, GP]: log2 mass of the always-read blocks. Writes TOT [B, H, GP]: log2 of the estimated total mass;
+    MF [B, H, PIECES, GP]: log2 mass of the always-read blocks. Writes TOT [B, H, GP]: log2 of the estimated total mass;
     INFO [B, H, 8] int32: blocks ranked, candidates, always-read blocks, how many must be read and may be, the bits of the
     share above which blocks are ranked; RANKED, SHARE.
     threshold, slack: blocks are ranked until the estimated coverage is threshold + slack. NEVER: there is no stop
     rule. PLAN_ALL: rank all that may be read.
     """
+    let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
     U: tl.constexpr = P * UB
+    LAST: tl.constexpr = 2147483647
     lengths = d.address(desc, d.LENGTHS, tl.int64)
     length = tl.load(lengths + pid // H)
     new = length + 1
@@ -50,91 +76,81 @@ def select_kernel(desc, MF, TOT, INFO, threshold, slack, max_blocks, min_blocks,
     listed = ranked + width
     rg, rt = tl.arange(0, GP), tl.arange(0, TILE)
 
-    top = tl.load(MF + pid * GP + rg)
-    total = tl.full([GP], 1.0, tl.float32)
-    for low in range(0, start, TILE):
+    wait_for_previous(OVERLAP)
+    _, forced_mass = forced_masses(MF, pid, GP, PIECES, FP)
+    rows = estimate + rg[:, None] * width
+    e0 = tl.load(rows + rt[None, :], mask=((rt >= SINK) & (rt < start))[None, :], other=float("-inf"))
+    top = tl.maximum(forced_mass, tl.max(e0, 1))
+    first_top = top
+    p0 = tl.exp2(e0 - top[:, None])
+    total = tl.exp2(forced_mass - top) + tl.sum(p0, 1)
+    for low in range(TILE, start, TILE):
         n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :],
-                    other=float("-inf"))
+        e = tl.load(rows + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
         peak = tl.maximum(top, tl.max(e, 1))
         total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(e - peak[:, None]), 1)
         top = peak
     total = top + tl.log2(total)
     tl.store(TOT + pid * GP + rg, total)
 
-    live = (rg < G)[:, None]
-    largest = 0.0
-    everything = 0.0
-    for low in range(0, start, TILE):
+    per_head = tl.where(rg < G, 1.0 / G, 0.0)
+    held = _shares(p0, tl.exp2(first_top - total) * per_head)
+    tl.store(share + rt, held, mask=rt < width)
+    largest = tl.max(held, 0)
+    everything = tl.sum(held, 0)
+    for low in range(TILE, start, TILE):
         n = low + rt
-        e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=((n >= SINK) & (n < start))[None, :],
-                    other=float("-inf"))
-        s = tl.sum(tl.where(live, tl.exp2(e - total[:, None]), 0.0), 0) / G
+        e = tl.load(rows + n[None, :], mask=(n < start)[None, :], other=float("-inf"))
+        s = _shares(tl.exp2(e - total[:, None]), per_head)
         tl.store(share + n, s, mask=n < width)
         largest = tl.maximum(largest, tl.max(s, 0))
         everything += tl.sum(s, 0)
     tl.debug_barrier()
-    # Find the highest threshold, as bits, above which there is enough.
+
+    # The highest cut, as bits, above which there is enough; 0, all of them, if nothing else is.
     need = everything - (1.0 - threshold - slack)
     bottom = tl.maximum(largest.to(tl.int32, bitcast=True) + 1 - (OCTAVES << 23), 1)
-    rb = tl.arange(0, 256)
-    counts = tl.zeros([256], tl.int32)
-    for low in range(0, start, TILE):
-        n = low + rt
-        bits = tl.load(share + n, mask=n < width, other=0.0).to(tl.int32, bitcast=True) - bottom
-        counts += tl.histogram(tl.maximum(bits, 0) >> 20, 256, mask=bits >= 0)
-    middle = (bottom + (rb << 20) + (1 << 19)).to(tl.float32, bitcast=True)
-    middle = tl.where(counts > 0, counts * middle, 0.0)
-    mass = tl.cumsum(middle, 0, reverse=True)
-    above = tl.cumsum(counts, 0, reverse=True)
-    by_mass = (mass >= need) & (above >= floor) & (short == 0)
-    enough = (above >= count) | (by_mass & (not PLAN_ALL))
-    best = tl.max(tl.where(enough, rb, -1), 0)
-    if best >= 0:
-        inside = rb == best
-        mass_before = tl.sum(tl.where(inside, mass - middle, 0.0), 0)
-        above_before = tl.sum(tl.where(inside, above - counts, 0), 0)
-        edge = bottom + (best << 20)
-        counts = tl.zeros([256], tl.int32)
-        for low in range(0, start, TILE):
-            n = low + rt
-            bits = tl.load(share + n, mask=n < width, other=0.0).to(tl.int32, bitcast=True) - edge
-            in_bin = (bits >= 0) & (bits < (1 << 20))
-            counts += tl.histogram(tl.where(in_bin, bits, 0) >> 12, 256, mask=in_bin)
-        middle = (edge + (rb << 12) + (1 << 11)).to(tl.float32, bitcast=True)
-        mass = mass_before + tl.cumsum(counts * middle, 0, reverse=True)
-        above = above_before + tl.cumsum(counts, 0, reverse=True)
-        by_mass = (mass >= need) & (above >= floor) & (short == 0)
-        enough = (above >= count) | (by_mass & (not PLAN_ALL))
-        cut = edge + (tl.maximum(tl.max(tl.where(enough, rb, -1), 0), 0) << 12)
-    else:
-        cut = 0                                             # all of them are not enough
+    cut = bottom
+    for k in range(STEPS):
+        step = (OCTAVES << 23) >> (2 * k + 2)
+        n1, n2, n3, m1, m2, m3 = _above(held, cut + step, step)
+        for low in range(TILE, start, TILE):
+            s = tl.load(share + low + rt, mask=low + rt < start, other=0.0)
+            a1, a2, a3, w1, w2, w3 = _above(s, cut + step, step)
+            n1, n2, n3 = n1 + a1, n2 + a2, n3 + a3
+            m1, m2, m3 = m1 + w1, m2 + w2, m3 + w3
+        enough1 = (n1 >= count) | ((m1 >= need) & (n1 >= floor) & (short == 0) & (not PLAN_ALL))
+        enough2 = (n2 >= count) | ((m2 >= need) & (n2 >= floor) & (short == 0) & (not PLAN_ALL))
+        enough3 = (n3 >= count) | ((m3 >= need) & (n3 >= floor) & (short == 0) & (not PLAN_ALL))
+        cut += step * (enough1.to(tl.int32) + enough2.to(tl.int32) + enough3.to(tl.int32))
+    cut = tl.where(cut > bottom, cut, 0)
 
+    # Keys that sort by share, then by block: the share's bits above, the block counted downwards below.
     found = 0
+    s = held
     for low in range(0, start, TILE):
         n = low + rt
-        s = tl.load(share + n, mask=n < start, other=0.0)
-        keep = (n >= SINK) & (n < start) & (s.to(tl.int32, bitcast=True) >= cut)
-        place = found + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(listed + place, n.to(tl.int64), mask=keep)
+        if low > 0:
+            s = tl.load(share + n, mask=n < start, other=0.0)
+        bits = s.to(tl.int32, bitcast=True)
+        keep = (n >= SINK) & (n < start) & (bits >= cut)
+        at = found + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(listed + at, (bits.to(tl.int64) << 32) | (LAST - n).to(tl.int64), mask=keep)
         found += tl.sum(keep.to(tl.int32), 0)
     tl.debug_barrier()
     ri, rj = tl.arange(0, TI), tl.arange(0, TJ)
     in_order = (found <= count) & (short | NEVER)           # all are read, so their order says nothing
     for low in range(0, found, TI):
         i = low + ri
-        ni = tl.load(listed + i, mask=i < found, other=0)
+        key = tl.load(listed + i, mask=i < found, other=0)
         rank = i
         if not in_order:
-            si = tl.load(share + ni, mask=i < found, other=-1.0)
             rank = tl.zeros([TI], tl.int32)
             for other in range(0, found, TJ):
                 j = other + rj
-                nj = tl.load(listed + j, mask=j < found, other=0)
-                sj = tl.load(share + nj, mask=j < found, other=-1.0)
-                before = (sj[None, :] > si[:, None]) | ((sj[None, :] == si[:, None]) & (j[None, :] < i[:, None]))
-                rank += tl.sum((before & (j < found)[None, :]).to(tl.int32), 1)
-        tl.store(ranked + rank, ni, mask=(i < found) & (rank < count))
+                rival = tl.load(listed + j, mask=j < found, other=0)
+                rank += tl.sum((rival[:, None] > key[None, :]).to(tl.int32), 0)
+        tl.store(ranked + rank, LAST - (key & LAST), mask=(i < found) & (rank < count))
     info = INFO + pid * 8
     tl.store(info, tl.minimum(found, count))
     tl.store(info + 1, candidates)

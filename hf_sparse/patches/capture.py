@@ -6,18 +6,15 @@ import itertools
 import torch
 from torch.utils import _pytree as pytree
 
-_POOLS: dict = {}                                           # all graphs of a device share their memory
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def record(function, device: torch.device):
     """Capture what `function` enqueues on the GPU, without running it: a function that replays it and returns what
     `function` returned, the same memory each time."""
-    if device not in _POOLS:
-        _POOLS[device] = torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph()
     # Other threads (streamers, data loaders) may use the GPU meanwhile.
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=_POOLS[device], capture_error_mode="thread_local"):
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = function()
 
     def replay():

@@ -18,7 +18,7 @@ from hf_sparse.kernels import decode
 
 POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.int8: "*i8", torch.float32: "*fp32", torch.float16: "*fp16",
             torch.bfloat16: "*bf16"}
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 # query heads a group, head dim, block size, dtype, softcap, sinks, policy
 CASES = [
     (4, 128, 32, torch.bfloat16, 0.0, False, {"max_blocks": 128}),
@@ -36,17 +36,17 @@ class Recorder:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
 
-def record(group, dim, block_size, dtype, softcap, sinks, settings) -> list:
+def record(capability, group, dim, block_size, dtype, softcap, sinks, settings) -> list:
     """The launches of one decode step."""
     launches: list = []
-    names = ("append_kernel", "score_kernel", "select_kernel", "attend_kernel")
+    names = ("rank_kernel", "select_kernel", "attend_kernel", "merge_kernel")
     kernels = {name: getattr(decode, name) for name in names}
-    properties = torch.cuda.get_device_properties
+    real = torch.cuda.get_device_properties, torch.cuda.get_device_capability
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_capability = lambda device: divmod(capability, 10)
     try:
         for name, kernel in kernels.items():
             setattr(decode, name, Recorder(kernel, launches))
-        decode.TUNING.parallel = False                      # there is no stream to put the append on
         high = -(-dim // 4)
         shape = decode.DecodeShape(1, 2, group, dim, dim, block_size, 128 // block_size, high, dim - high, dtype)
         policy = decode_policy(PSAConfig(block_size=block_size, **settings))
@@ -55,8 +55,7 @@ def record(group, dim, block_size, dtype, softcap, sinks, settings) -> list:
         decode.decode_layer(torch.zeros(decode.FIELDS, dtype=torch.int64), work, torch.zeros(64, dtype=torch.int8), query,
                             key, key, torch.zeros(2 * group) if sinks else None, dim**-0.5, softcap)
     finally:
-        decode.TUNING.parallel = True
-        torch.cuda.get_device_properties = properties
+        torch.cuda.get_device_properties, torch.cuda.get_device_capability = real
         for name, kernel in kernels.items():
             setattr(decode, name, kernel)
     return launches
@@ -81,7 +80,7 @@ def compile_launch(kernel, args, kwargs, capability: int):
 def main(capabilities: list[int]) -> None:
     for capability in capabilities:
         for case in CASES:
-            for kernel, args, kwargs in record(*case):
+            for kernel, args, kwargs in record(capability, *case):
                 compiled = compile_launch(kernel, args, kwargs, capability)
                 print(f"sm_{capability} {kernel.__name__} group {case[0]} dim {case[1]}: {len(compiled.asm['cubin'])} bytes")
 
