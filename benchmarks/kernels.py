@@ -116,13 +116,11 @@ def kernel_times(chain) -> dict[str, float]:
 
 
 SWEEPS = {
-    "rank_kernel": [dict(score_waves=w, rank_registers=r) for w, r in ((16, 128), (12, None), (15, 128), (12, 168), (20, 96))],
-    "select_kernel": [dict(select_tile=t, select_warps=w, select_rank=r)
-                      for t, w, r in ((4096, 8, 128), (4096, 8, 256), (4096, 16, 128), (4096, 4, 128))],
-    "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c, attend_stages=n)
-                      for t, w, v, c, n in ((128, 4, 2, 4, 1), (64, 4, 4, 2, 1),
-                                            (64, 2, 4, 2, 1), (128, 2, 2, 4, 1))],
-    "merge_kernel": [dict(merge_tile=t, merge_warps=w) for t, w in ((32, 4), (32, 2), (16, 4))],
+    "rank_kernel": [dict(score_waves=w, rank_registers=r) for w, r in ((16, 128), (12, None), (12, 168), (24, 128), (32, 128))],
+    "select_kernel": [dict(select_tile=t, select_warps=w) for t, w in ((4096, 8), (4096, 16), (2048, 8))],
+    "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c)
+                      for t, w, v, c in ((128, 4, 4, 4), (128, 4, 2, 4), (64, 4, 4, 4), (64, 2, 4, 2))],
+    "merge_kernel": [dict(merge_tile=t, merge_warps=w) for t, w in ((32, 4), (32, 2), (32, 8))],
 }
 
 

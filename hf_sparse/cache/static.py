@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from ..config import PSAConfig
-from ..kernels.decode import FIELDS, NO_LIMIT, DecodePolicy, DecodeShape, DecodeWork, bounds_flags, decode_layer
+from ..kernels.decode import FIELDS, NO_LIMIT, DecodePolicy, DecodeShape, DecodeWork, decode_layer
 from .layer import PSALayer
 
 
@@ -21,8 +21,7 @@ def decode_policy(config: PSAConfig) -> DecodePolicy:
         threshold=config.top_p if config.policy == "top_p" else config.threshold, never=never,
         by_estimate=config.policy == "top_p", group_min=config.group_stop == "min", max_blocks=limit,
         min_blocks=config.min_blocks, top_share=share, min_context=config.min_context,
-        sink_blocks=config.sink_blocks, recent_blocks=config.recent_blocks, round_blocks=config.round_blocks,
-        round_growth=config.round_growth)
+        sink_blocks=config.sink_blocks, recent_blocks=config.recent_blocks)
 
 
 class StaticStep:
@@ -36,7 +35,6 @@ class StaticStep:
         self.policy = decode_policy(config)
         self.layers = layers
         self.work: dict[tuple, DecodeWork] = {}             # by device and shape
-        self.bounds: dict[torch.device, torch.Tensor] = {}
         self.desc: dict[torch.device, torch.Tensor] = {}    # [layers, FIELDS]
         self.known: list[tuple] = [()] * layers             # versions of what each row describes
 
@@ -57,8 +55,6 @@ class StaticStep:
         shape = _shape(layer)
         if (layer.device, shape) not in self.work:
             self.work[layer.device, shape] = DecodeWork(shape, self.policy, layer.device)
-        if layer.device not in self.bounds:
-            self.bounds[layer.device] = bounds_flags(self.policy, layer.device)
         work = self.work[layer.device, shape]
         if work.reserve(layer.table.shape[2]):
             # Every layer's row names these buffers.
@@ -68,7 +64,7 @@ class StaticStep:
     def run(self, layer: PSALayer, query, key, value, sinks, scaling: float, softcap: float) -> torch.Tensor:
         """The decode step of a prepared layer: [B, Hq, 1, D] -> [B, 1, Hq, Dv]."""
         work = self.work[layer.device, _shape(layer)]
-        return decode_layer(self.desc[layer.device][layer.order], work, self.bounds[layer.device], query, key, value,
+        return decode_layer(self.desc[layer.device][layer.order], work, query, key, value,
                             sinks, scaling, softcap)
 
 

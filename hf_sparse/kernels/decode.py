@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..selection.rounds import round_bounds
 from .attend import attend_kernel, merge_kernel
 from .descriptor import FIELDS
 from .rank import rank_kernel
@@ -17,6 +16,7 @@ from .select import OCTAVES, STEPS, select_kernel
 
 LOG2E = 1.4426950408889634
 NO_LIMIT = 2**30
+PLAN, RESERVE = 0.15, 0.6                                   # of the way from the threshold to 1
 PIECE = 32                                                  # tokens of the always-read blocks for one program
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -59,8 +59,6 @@ class DecodePolicy:
     min_context: int
     sink_blocks: int
     recent_blocks: int
-    round_blocks: int
-    round_growth: float
 
     def tail_blocks(self, unit_blocks: int) -> int:
         """Most blocks that the always-read tail can have."""
@@ -92,29 +90,15 @@ class DecodeWork:
         shape = self.shape
         B, H, GP = shape.batch, shape.heads, shape.group_pad
         width = -(-blocks // 256) * 256
-        chunks = -(-width // chunk_blocks(self.policy)) + GP                 # some more, for reading on
+        chunks = -(-width // TUNING.chunk_blocks) + GP                 # some more, for reading on
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
         self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
-        self.ranked = new(B, H, 2, width, dtype=torch.int64)
+        self.ranked = new(B, H, width, dtype=torch.int64)
         self.part, self.part_mass = new(B, H, chunks, GP, value_pad), new(B, H, chunks, GP)
         self.part_left = new(B, H, chunks, GP)
         self.width, self.chunks = width, chunks
         return True
-
-
-def chunk_blocks(policy: DecodePolicy) -> int:
-    """Blocks that one program of the attend kernel reads at a time; rounds are whole numbers of chunks."""
-    return min(policy.round_blocks, TUNING.chunk_blocks)
-
-
-def bounds_flags(policy: DecodePolicy, device: torch.device, blocks: int = 2**16) -> torch.Tensor:
-    """int8 [chunks]: 1 where the stop rule is checked after a chunk. Sized for the longest context there will be."""
-    size = chunk_blocks(policy)
-    flags = torch.zeros(blocks // size, dtype=torch.int8)
-    ends = torch.tensor(round_bounds(blocks, policy.round_blocks, policy.round_growth)) // size - 1
-    flags[ends] = 1
-    return flags.to(device)
 
 
 @dataclass
@@ -125,11 +109,10 @@ class Tuning:
     rank_registers: int | None = 128
     select_tile: int = 4096
     select_warps: int = 8
-    select_rank: int = 128          # blocks ranked at once, each against 256
     chunk_blocks: int = 4
     attend_tile: int = 128
     attend_warps: int = 4
-    attend_waves: int = 2
+    attend_waves: int = 4
     attend_stages: int = 1
     merge_tile: int = 32            # chunks merged at once
     merge_warps: int = 4
@@ -139,7 +122,7 @@ class Tuning:
 TUNING = Tuning()
 
 
-def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key: torch.Tensor,
                  value: torch.Tensor, sinks: torch.Tensor | None, scaling: float, softcap: float) -> torch.Tensor:
     """Store one token of every row, and attend.
 
@@ -155,7 +138,7 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
     DP, DVP = triton.next_power_of_2(D), triton.next_power_of_2(DV)
     R4, R2 = shape.high, shape.low
     on_gpu, tune = not INTERPRETED, TUNING
-    CB = chunk_blocks(policy)
+    CB = tune.chunk_blocks
     common = dict(H=H, G=G, GP=GP)
     cap, log2_scale = softcap > 0, scaling * LOG2E
     rows = B * H
@@ -165,35 +148,36 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, bounds: torch.Tensor, que
     per_row = lambda waves: max(1, processors * waves // rows)  # noqa: E731
 
     pieces, tiles = policy.pieces(P, UB), -(-G // HEADS.value)
-    stripes = max(1, per_row(tune.score_waves) // tiles) if on_gpu else 2
+    stripes = max(1, per_row(tune.score_waves) // tiles - pieces) if on_gpu else 2
     rank_kernel[(rows, pieces + stripes, tiles)](
         desc, query, key, value, work.forced, work.forced_mass, query.stride(0), query.stride(1), key.stride(0),
         key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P,
         UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=policy.tail_blocks(UB), R4=R4, R2=R2,
         PIECES=pieces, FT=max(P, PIECE), TT=16, TYPE=TYPES[shape.dtype], PTX=on_gpu, CAP=cap, OVERLAP=overlap,
         num_warps=1, num_stages=1, **({"maxnreg": tune.rank_registers} if tune.rank_registers and on_gpu else {}))
+    # Planned a little beyond the threshold, because the masses that will be found are not quite those estimated.
+    beyond = lambda part: policy.threshold + part * (1.0 - policy.threshold)  # noqa: E731
+    need1, need2 = (policy.threshold, policy.threshold) if policy.by_estimate else (beyond(PLAN), beyond(RESERVE))
     select_kernel[(rows,)](
-        desc, work.forced_mass, work.total, work.info, policy.threshold, 0.5 * (1.0 - policy.threshold),
-        policy.max_blocks, policy.min_blocks, policy.min_context, policy.top_share, **common, P=P, UB=UB,
-        SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces, FP=triton.next_power_of_2(pieces),
-        # With "min" the group's mean says nothing of when its last head will pass.
-        NEVER=policy.never, PLAN_ALL=policy.never or policy.group_min,
-        TILE=tune.select_tile if on_gpu else 64, TI=tune.select_rank if on_gpu else 16, TJ=256 if on_gpu else 16, OCTAVES=OCTAVES, STEPS=STEPS, **start,
-        num_warps=tune.select_warps, num_stages=1)
+        desc, work.forced_mass, work.total, work.info, need1, need2, policy.max_blocks, policy.min_blocks,
+        policy.min_context, policy.top_share, **common, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks,
+        PIECES=pieces, FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min,
+        TILE=tune.select_tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS, **start, num_warps=tune.select_warps,
+        num_stages=1)
 
     out = torch.empty(B, 1, H * G, DV, dtype=query.dtype, device=query.device)
     TT = max(P, min(tune.attend_tile, CB * P, 16384 // DP))
-    read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, TT=TT, TYPE=TYPES[shape.dtype], CAP=cap, **start)
+    read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, TYPE=TYPES[shape.dtype], CAP=cap, **start)
     attend_kernel[(rows, per_row(tune.attend_waves))](
         desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read,
-        num_warps=tune.attend_warps, num_stages=tune.attend_stages)
+        TT=TT, num_warps=tune.attend_warps, num_stages=tune.attend_stages)
     merge_kernel[(rows, G)](
-        desc, query, work.forced, work.forced_mass, work.total, work.info, bounds,
+        desc, query, work.forced, work.forced_mass, work.total, work.info,
         sinks if sinks is not None else work.total, out, query.stride(0), query.stride(1), log2_scale, softcap,
-        policy.threshold, **read, CT=tune.merge_tile, SINKS=sinks is not None, NEVER=policy.never,
+        policy.threshold, **read, TT=max(P, 16), CT=tune.merge_tile, SINKS=sinks is not None, NEVER=policy.never,
         BY_ESTIMATE=policy.by_estimate, GROUP_MIN=policy.group_min, SINK=policy.sink_blocks,
         PIECES=pieces, FP=triton.next_power_of_2(pieces), num_warps=tune.merge_warps, num_stages=1)
     return out
 
 
-__all__ = ["FIELDS", "DecodePolicy", "DecodeShape", "DecodeWork", "bounds_flags", "decode_layer"]
+__all__ = ["FIELDS", "DecodePolicy", "DecodeShape", "DecodeWork", "decode_layer"]

@@ -52,7 +52,7 @@ def record(capability, group, dim, block_size, dtype, softcap, sinks, settings) 
         policy = decode_policy(PSAConfig(block_size=block_size, **settings))
         work = decode.DecodeWork(shape, policy, torch.device("cpu"))
         query, key = torch.zeros(1, 2 * group, 1, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=dtype)
-        decode.decode_layer(torch.zeros(decode.FIELDS, dtype=torch.int64), work, torch.zeros(64, dtype=torch.int8), query,
+        decode.decode_layer(torch.zeros(decode.FIELDS, dtype=torch.int64), work, query,
                             key, key, torch.zeros(2 * group) if sinks else None, dim**-0.5, softcap)
     finally:
         torch.cuda.get_device_properties, torch.cuda.get_device_capability = real

@@ -142,8 +142,9 @@ def test_blocks_read_agree_with_the_reference(settings):
     ours, want = (layer.stats.as_dict(0, "psa", False) for layer in (twins.ours, twins.reference))
     assert want["kv_fraction"] < 1.0                       # or there is nothing to agree on
     assert ours["blocks_held"] == want["blocks_held"]
-    assert ours["blocks_read"] == pytest.approx(want["blocks_read"], rel=0.06)
-    assert ours["coverage"] == pytest.approx(want["coverage"], abs=0.03)
+    # The kernels plan a little beyond the threshold and drop nothing of it; the reference stops between rounds.
+    assert 0.94 <= ours["blocks_read"] / want["blocks_read"] <= 1.15
+    assert want["coverage"] - 0.02 <= ours["coverage"] <= want["coverage"] + 0.05
 
 
 def test_captured_mass_is_that_of_the_blocks_read():
