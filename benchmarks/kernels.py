@@ -68,6 +68,20 @@ def check(shape, dtype, threshold, tokens=1500, batch=2, block_size=32):
     return worst
 
 
+def check_long(tokens: int) -> float:
+    """Relative error of a step that reads everything, on a long row in bf16, against float64."""
+    config, device = PSAConfig(threshold=1.0, min_context=0), torch.device("cuda")
+    _, (layer,) = synthetic_layers(1, 1, 32, 8, 128, tokens, torch.bfloat16, device, config, seed=2)
+    new = lambda heads: torch.randn(1, heads, 1, 128, device=device).bfloat16()  # noqa: E731
+    query, key, value = new(32), new(8), new(8)
+    ours = layer._device_step(query, Pending(key, value, layer.length), 128 ** -0.5, 0.0, None).double()
+    keys, values = (part.double() for part in layer.padded())
+    heads = [torch.softmax(query[:, 4 * h:4 * h + 4].double() @ keys[:, h:h + 1].mT * 128 ** -0.5, -1) @ values[:, h:h + 1]
+             for h in range(8)]
+    true = torch.cat(heads, 1)
+    return float((ours - true).norm() / true.norm())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="benchmarks/results/kernels_h200.json")
@@ -93,6 +107,12 @@ def main() -> None:
             if threshold < 1.0 and (found["apart"] > 0.4 or abs(found["fraction_kernel"] - found["fraction_reference"]) > 0.05
                                     or abs(found["coverage_kernel"] - found["coverage_reference"]) > 0.05):
                 raise SystemExit("kernels choose other blocks than the reference")
+        for tokens in (4096, 32768, 131072):
+            error = check_long(tokens)
+            checks.append({"tokens": tokens, "dtype": "bfloat16", "threshold": 1.0, "kernel": round(error, 5)})
+            print(checks[-1], flush=True)
+            if not error < 1e-2:
+                raise SystemExit("kernels are wrong on a long row")
     run = run_id()
     for batch, tokens in ((1, 8192), (1, 32768), (1, 131072), (4, 131072)):
         if batch == 4 and torch.cuda.get_device_properties(0).total_memory < 80e9:

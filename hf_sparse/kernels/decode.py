@@ -105,14 +105,14 @@ class DecodeWork:
 class Tuning:
     """Launch parameters, by measurement (benchmarks/kernels.py --sweep)."""
 
-    score_waves: int = 16           # programs of the ranking for each processor
-    rank_registers: int | None = 128
+    score_waves: int = 12           # programs of the ranking for each processor
+    rank_registers: int | None = 168
     select_tile: int = 4096
     select_warps: int = 8
     chunk_blocks: int = 4
     attend_tile: int = 128
     attend_warps: int = 4
-    attend_waves: int = 4
+    attend_waves: int = 3
     attend_stages: int = 1
     merge_tile: int = 32            # chunks merged at once
     merge_warps: int = 4

@@ -14,9 +14,9 @@ from . import descriptor as d
 from .append import forced_masses
 from .overlap import let_next_start, wait_for_previous
 
-# The search goes over this many octaves below the largest share and ends with bins of 1 / 128 octave.
-OCTAVES = 32
-STEPS = 12
+# The search goes over this many octaves below the largest share and ends with bins of 1 / 21 octave, or 3 %.
+OCTAVES = 24
+STEPS = 9
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def select_kernel(desc, MF, TOT, INFO, need1, need2, max_blocks, min_blocks, min
         everything += tl.sum(s, 0)
     tl.debug_barrier()
 
-    # The highest cuts, as bits, above which there is enough; 0, all blocks, if nothing else is.
+    # The highest cuts, as bits, above which there is enough; 0, all blocks, if nothing in reach of the search is.
     most1, most2 = everything - (1.0 - need1), everything - (1.0 - need2)
     bottom = tl.maximum(largest.to(tl.int32, bitcast=True) + 1 - (OCTAVES << 23), 1)
     cut, lower = bottom, bottom
@@ -133,7 +133,7 @@ def select_kernel(desc, MF, TOT, INFO, need1, need2, max_blocks, min_blocks, min
         cut += tl.where(enough1, step, 0)
         lower += tl.where(enough2, step, 0)
     # Blocks above the bin of the cut are planned for certain, those in it as far as the budget goes, then the reserve.
-    bar = tl.where(cut > bottom, cut + BIN, 0)
+    bar = tl.where(cut > bottom, cut + BIN, bottom)
     cut = tl.where(cut > bottom, cut, 0)
     lower = tl.where(lower > bottom, tl.minimum(lower, cut), 0)
     inside = (rt >= SINK) & (rt < start)

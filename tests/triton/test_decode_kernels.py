@@ -220,6 +220,20 @@ def test_the_threshold_holds_where_the_estimates_were_too_high():
     assert layer.stats.as_dict(0, "psa", False)["coverage"] >= 0.9 - 1e-3
 
 
+@pytest.mark.parametrize("settings", [dict(policy="top_k", top_k=12), dict(threshold=0.9, max_blocks=12)], ids=str)
+def test_a_block_that_outweighs_the_others_is_read_wherever_it_is(settings):
+    """The others' shares are too small for the search to tell apart, and there are more of them than the budget takes."""
+    twins = make_twins(tokens=420, block_size=8, pads=(0, 0), **settings)
+    for layer in (twins.ours, twins.reference):
+        for row in range(2):
+            layer.pool.kv[layer.table[row, :, 37], :8 * 16] = 8.0
+    query, key = torch.ones(2, 4, 1, 16), torch.zeros(2, 2, 1, 16)
+    ours = twins.ours.attend(query, Pending(key, key, twins.ours.length), None, None, 0.25, 0.0, None, None)
+    twins.reference.commit(Pending(key, key, twins.reference.length), None)
+    torch.testing.assert_close(ours.double(), float64_attention(twins.reference, query), rtol=1e-4, atol=1e-5)
+    assert twins.ours.stats.as_dict(0, "psa", False)["kv_fraction"] < 0.7
+
+
 def test_what_was_never_written_is_never_read():
     clean, dirty = make_twins(tokens=300), make_twins(tokens=300)
     layer = dirty.ours
