@@ -181,7 +181,7 @@ def check() -> dict:
             print(key, found[key], flush=True)
             # A block at the edge of the plan may fall to either side where the query's last bits differ.
             tight = dtype == torch.float32 and name == "exact"
-            limit = 2e-4 if tight else 0.05 * float(torch.stack(dense.logits).float().std())
+            limit = 2e-4 if tight else (0.05 if dtype == torch.float32 else 0.25) * float(torch.stack(dense.logits).float().std())
             if apart > limit or found[key].get("against_dense", 0.0) > limit:
                 raise SystemExit(f"logits are further apart than {limit:.4f}")
             if not same:
