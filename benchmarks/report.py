@@ -28,7 +28,7 @@ PATHS = {  # rows of benchmarks.decode, in the order of the tables
     "sdpa": "SDPA alone",
 }
 SHAPES = {"llama": "Llama-3.1-8B", "lwm": "LWM-Text-7B"}
-KERNELS = ("append_kernel", "score_kernel", "select_kernel", "attend_kernel")
+KERNELS = ("rank_kernel", "select_kernel", "attend_kernel", "merge_kernel")
 
 
 def between(text: str, name: str, content: str, source: str = "the document") -> str:
@@ -97,16 +97,16 @@ def decode_table(result: dict) -> str:
     out = []
     for row in rows:
         if "error" in row:
-            out.append([*place(row), "failed: " + " ".join(row["error"].split())[:60], *[EMPTY] * 6, row["run_id"]])
+            out.append([*place(row), "failed: " + " ".join(row["error"].split())[:60], *[EMPTY] * 7, row["run_id"]])
         elif "ms_per_token" in row:
             read = row.get("kv_fraction")
             out.append([*place(row), spread(row["ms_per_token"], 2),
                         number(ratio(rows, row, "free", "ms_per_token"), 2), EMPTY if read is None else f"{read:.1%}",
                         number(row.get("peak_memory_gb")), number(row.get("prefill_s")),
                         {True: "yes", False: "no"}.get(row.get("captured"), EMPTY), number(row.get("compile_s")),
-                        row["run_id"]])
+                        number(row.get("step_ms", {}).get("median"), 2), row["run_id"]])
     return table(["model shape", "path", "batch", "context", "ms a token", "x free", "KV read", "peak memory, GB",
-                  "prefill, s", "captured", "compile, s", "run"], out, 2)
+                  "prefill, s", "captured", "compile, s", "step alone, ms", "run"], out, 2)
 
 
 def attention_table(result: dict) -> str:
@@ -181,11 +181,12 @@ def check_table(result: dict) -> str:
     for dtype in dict.fromkeys(entry["dtype"] for entry in checks):
         exact = [entry for entry in checks if entry["dtype"] == dtype and entry["threshold"] >= 1.0]
         below = [entry for entry in checks if entry["dtype"] == dtype and entry["threshold"] < 1.0]
-        worst = [f"{max(entry[name] for entry in exact):.1e}" if exact else EMPTY for name in ("kernel", "reference")]
+        found = {name: [entry[name] for entry in exact if name in entry] for name in ("kernel", "reference")}
+        worst = [f"{max(errors):.1e}" if errors else EMPTY for errors in found.values()]
         apart = [abs(entry["fraction_kernel"] - entry["fraction_reference"]) for entry in below]
-        out.append([dtype.removeprefix("torch."), str(len({tuple(entry["shape"]) for entry in exact or below})),
-                    *worst, f"{max(apart):.3f}" if apart else EMPTY])
-    return table(["type", "shapes", "kernels against float64", "reference against float64",
+        out.append([dtype.removeprefix("torch."), str(len({tuple(entry["shape"]) for entry in exact or below if "shape" in entry})),
+                    str(max((entry.get("tokens", 0) for entry in exact), default=0) or EMPTY), *worst, f"{max(apart):.3f}" if apart else EMPTY])
+    return table(["type", "shapes", "longest row", "kernels against float64", "reference against float64",
                   "KV share read, kernels from reference, at most"], out)
 
 

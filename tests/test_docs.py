@@ -248,9 +248,9 @@ def test_report_writes_every_section_and_notices_a_stale_document(tmp_path):
                           for t in (1.0, 0.7)],
                "rows": [{"kernel": "chain", "batch": 1, "context": 8192, "run_id": "cccc", "bytes_floor_us": 4.0,
                          "us": {"median": 50.0, "p20": 49.0, "p80": 51.0}},
-                        {"kernel": "score_kernel", "batch": 1, "context": 8192, "run_id": "cccc", "us": 7.5},
-                        {"kernel": "score_kernel", "variant": {"score_warps": 2}, "run_id": "cccc", "us": 9.0},
-                        {"kernel": "score_kernel", "variant": {"score_warps": 8}, "run_id": "cccc", "us": "no"}]}
+                        {"kernel": "rank_kernel", "batch": 1, "context": 8192, "run_id": "cccc", "us": 7.5},
+                        {"kernel": "rank_kernel", "variant": {"rank_warps": 2}, "run_id": "cccc", "us": 9.0},
+                        {"kernel": "rank_kernel", "variant": {"rank_warps": 8}, "run_id": "cccc", "us": "no"}]}
     for name, content in (("decode_h200.json", RESULT), ("kernels_h200.json", kernels)):
         (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
     document = tmp_path / "performance.md"
@@ -260,9 +260,9 @@ def test_report_writes_every_section_and_notices_a_stale_document(tmp_path):
     text = document.read_text(encoding="utf-8")
     assert report.NONE_YET not in text
     assert "NVIDIA X; torch 2.11.0." in text
-    assert "| 1 | 8192 | 50.0 (49.0-51.0) | - | 7.5 | - | - | 4.0 | cccc |" in text
-    assert "| float32 | 1 | 1.0e-06 | 2.0e-06 | 0.030 |" in text
-    assert text.index("| score | warps 2 | 9.0 |") < text.index("| score | warps 8 | failed: no |")
+    assert "| 1 | 8192 | 50.0 (49.0-51.0) | 7.5 | - | - | - | 4.0 | cccc |" in text
+    assert "| float32 | 1 | - | 1.0e-06 | 2.0e-06 | 0.030 |" in text
+    assert text.index("| rank | warps 2 | 9.0 |") < text.index("| rank | warps 8 | failed: no |")
     assert report.main([*options, "--check"]) == 0
     document.write_text(text.replace("7.5", "7.4"), encoding="utf-8")
     assert report.main([*options, "--check"]) == 1
