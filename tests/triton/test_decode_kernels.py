@@ -1,7 +1,7 @@
 """The decode kernels, interpreted, against the PyTorch reference and float64.
 
-Two layers start from the same tokens; one takes a step by the kernels, the other by the reference. What may differ is the
-estimate of a block's mass, because the kernels round the query to int8.
+Two layers start from the same tokens; one takes a step by the kernels, the other by the reference. What may differ is which
+blocks are read: the kernels take those above a cut, the reference whole rounds of the ranking.
 """
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_estimates_are_the_digests(block_size, softcap):
     last = int(layer.tail_start(layer.lengths).min())
     got = work.estimate[..., 1:last] * LN2
     difference = (got - want[..., 1:last]).abs()
-    assert last > 4 and difference.max() < 0.5 and difference.mean() < 0.05
+    assert last > 4 and difference.max() < 0.01             # the query has 16 bits
 
 
 @pytest.mark.parametrize("settings", [
