@@ -13,13 +13,12 @@ import torch
 
 import hf_sparse.kernels.reference.append as append_kernels
 import hf_sparse.patches.attention as attention
-from hf_sparse.cache.digest_store import DigestStore
 from hf_sparse.cache.layer import PSALayer
 from hf_sparse.cache.window import WindowLayer
 from tests.parity import LOGIT_TOLERANCE, reference
-from tests.scenarios import PROMPT_LENGTH, SCENARIOS, greedy, pad_left, padded_prompts, run_generate
+from tests.scenarios import SCENARIOS, pad_left, padded_prompts, run_generate
 from tests.test_parity import EXACT
-from tests.test_parity_sparse import SPARSE, at_the_smallest_budget, by_verification, run_patched
+from tests.test_parity_sparse import SPARSE, at_the_smallest_budget, run_patched
 
 
 def wide_window(monkeypatch):

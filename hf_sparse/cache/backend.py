@@ -31,10 +31,9 @@ def _missing(config: PSAConfig, device: torch.device, dtype: torch.dtype) -> str
     elif device.type != "cpu" or not interpreted:
         return f"there are no kernels for {device.type}"
     try:
-        import triton  # noqa: F401
-        import triton.language  # noqa: F401
+        from ..kernels import decode  # noqa: F401 - with all that it takes from Triton
     except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the reference still works
-        return f"Triton can't be imported ({error})"
+        return f"the kernels can't be imported ({error})"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{dtype} keys"
     return unsupported(config)

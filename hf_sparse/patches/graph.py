@@ -169,17 +169,17 @@ def _(query, key, value, sinks, number, order, scaling, softcap):
 def get_compiled_call(self, compile_config=None):
     """What generate() calls for each token of a patched model."""
     patch = self._hf_sparse
-    step = None                                             # once found, it serves the rest of this generate()
+    step, looked_for = None, lambda: None                   # the step of a cache, and which cache that is
 
     def call(**inputs):
-        nonlocal step
+        nonlocal step, looked_for
         cache = next((inputs[name] for name in CACHE_NAMES if isinstance(inputs.get(name), PSACache)), None)
         if cache is None or not _one_token(cache, inputs):
             return self(**inputs)
-        if step is None or step.cache_in_use() is not cache:
-            step = _find_step(self, patch, cache, inputs)
-            if step is not None:
-                step.use(cache)
+        if looked_for() is not cache:                       # once a generate(): it waits for the device
+            step, looked_for = _find_step(self, patch, cache, inputs), weakref.ref(cache)
+        if step is not None and step.cache_in_use() is not cache:
+            step.use(cache)
         key = None
         if step is not None:
             plain = {name: value for name, value in inputs.items() if name not in (*CACHE_NAMES, "attention_mask")}
@@ -189,7 +189,7 @@ def get_compiled_call(self, compile_config=None):
         try:
             return step(cache, plain, key)
         except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
-            if step.captured:
+            if key in step.captures and step.captures[key].replay is not None:
                 raise                                       # not the capture: a fault of the step itself
             patch.steps[_key(cache)] = step = None
             warnings.warn(f"The decode step could not be captured ({type(error).__name__}: {error}); decoding goes on "
