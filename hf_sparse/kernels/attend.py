@@ -95,27 +95,44 @@ def _one(x, mine):
 
 
 @triton.jit
+def _row_of(desc, pid, GP: tl.constexpr, TYPE: tl.constexpr):
+    """A row and KV head's keys and values, and what the selection said of them."""
+    width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
+    return (d.address(desc, d.KV, TYPE), tl.multiple_of(tl.load(desc + d.ELEMENTS), 16),
+            d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS),
+            d.address(desc, d.RANKED, tl.int64) + pid * width, d.address(desc, d.SHARE, tl.float32) + pid * width,
+            d.address(desc, d.ESTIMATE, tl.float32) + pid * GP * width, width)
+
+
+@triton.jit
+def _chunks_of(desc, pid, GP: tl.constexpr, DVP: tl.constexpr):
+    """Outputs, masses and estimated shares of its chunks, and for how many there is room."""
+    capacity = tl.load(desc + d.CHUNKS)
+    return (d.address(desc, d.PART, tl.float32) + pid * capacity * GP * DVP,
+            d.address(desc, d.PART_MASS, tl.float32) + pid * capacity * GP,
+            d.address(desc, d.PART_LEFT, tl.float32) + pid * capacity * GP, capacity)
+
+
+@triton.jit
+def _queries(Q, pid, q_b, q_h, H: tl.constexpr, G: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Queries of the group [RQ, DP], zero beyond it."""
+    rq, rd = tl.arange(0, RQ), tl.arange(0, DP)
+    return tl.load(Q + pid // H * q_b + (pid % H * G + rq)[:, None] * q_h + rd[None, :],
+                   mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
+
+
+@triton.jit
 def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
                   D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr,
                   CB: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs (row and KV head, stripe of chunks). Writes PART, PART_MASS and PART_LEFT of each chunk."""
     let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
-    width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
-    kv = d.address(desc, d.KV, TYPE)
-    element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
-    row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
-    ranked = d.address(desc, d.RANKED, tl.int64) + pid * width
-    share = d.address(desc, d.SHARE, tl.float32) + pid * width
-    estimate = d.address(desc, d.ESTIMATE, tl.float32) + pid * GP * width
-    capacity = tl.load(desc + d.CHUNKS)
-    part = d.address(desc, d.PART, tl.float32) + pid * capacity * GP * DVP
-    part_mass = d.address(desc, d.PART_MASS, tl.float32) + pid * capacity * GP
-    part_left = d.address(desc, d.PART_LEFT, tl.float32) + pid * capacity * GP
+    kv, element, row, ranked, share, estimate, width = _row_of(desc, pid, GP, TYPE)
+    part, part_mass, part_left, capacity = _chunks_of(desc, pid, GP, DVP)
     RQ: tl.constexpr = 16 if GP < 16 else GP
-    rq, rg, rc, rd = tl.arange(0, RQ), tl.arange(0, GP), tl.arange(0, CB), tl.arange(0, DP)
-    qq = tl.load(Q + pid // H * q_b + (pid % H * G + rq)[:, None] * q_h + rd[None, :],
-                 mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
+    rg, rc = tl.arange(0, GP), tl.arange(0, CB)
+    qq = _queries(Q, pid, q_b, q_h, H, G, RQ, D, DP)
     wait_for_previous(OVERLAP)
     planned = tl.load(INFO + pid * 8)
     chunks = (planned + CB - 1) // CB
@@ -144,12 +161,8 @@ def merge_kernel(desc, Q, OF, MF, TOT, INFO, SINK_LOGITS, OUT, q_b, q_h, scale, 
     pid, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = pid // H, pid % H
     RQ: tl.constexpr = 16 if GP < 16 else GP
-    rq, rg, rc = tl.arange(0, RQ), tl.arange(0, GP), tl.arange(0, CB)
-    rd, rv = tl.arange(0, DP), tl.arange(0, DVP)
-    capacity = tl.load(desc + d.CHUNKS)
-    part = d.address(desc, d.PART, tl.float32) + pid * capacity * GP * DVP
-    part_mass = d.address(desc, d.PART_MASS, tl.float32) + pid * capacity * GP
-    part_left = d.address(desc, d.PART_LEFT, tl.float32) + pid * capacity * GP
+    rg, rc, rv = tl.arange(0, GP), tl.arange(0, CB), tl.arange(0, DVP)
+    part, part_mass, part_left, capacity = _chunks_of(desc, pid, GP, DVP)
     wait_for_previous(OVERLAP)
     info = INFO + pid * 8
     planned, candidates, forced = tl.load(info), tl.load(info + 1), tl.load(info + 2)
@@ -167,18 +180,8 @@ def merge_kernel(desc, Q, OF, MF, TOT, INFO, SINK_LOGITS, OUT, q_b, q_h, scale, 
     acc = tl.load(OF + ((pid * PIECES + rf) * GP + own)[:, None] * DVP + rv[None, :], mask=(rf < PIECES)[:, None], other=0.0)
     acc = tl.sum(acc * _one(tl.exp2(pieces - first[None, :]), mine)[:, None], 0)
     live = rg < G
-    # The first tile of chunks usually is all there is.
-    c = tl.arange(0, CT)
-    there = (c < chunks)[:, None]
-    m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=there, other=float("-inf"))
-    e = tl.load(part_left + c[:, None] * GP + rg[None, :], mask=there, other=0.0)
-    o = tl.load(part + (c * GP + own)[:, None] * DVP + rv[None, :], mask=there, other=0.0)
-    big = tl.maximum(first, tl.max(m, 0))
-    fade, w = tl.exp2(first - big), tl.exp2(m - big[None, :])
-    have = fade + tl.sum(w, 0)
-    known = tl.sum(e, 0)
-    acc = acc * _one(fade, mine) + tl.sum(o * _one(w, mine)[:, None], 0)
-    for low in range(CT, chunks, CT):
+    big, have, known = first, tl.full([GP], 1.0, tl.float32), tl.zeros([GP], tl.float32)
+    for low in range(0, chunks, CT):
         c = low + tl.arange(0, CT)
         there = (c < chunks)[:, None]
         m = tl.load(part_mass + c[:, None] * GP + rg[None, :], mask=there, other=float("-inf"))
@@ -201,15 +204,8 @@ def merge_kernel(desc, Q, OF, MF, TOT, INFO, SINK_LOGITS, OUT, q_b, q_h, scale, 
         more = (reached < threshold) | (read < floor)
 
     # Seldom: the plan did not do. Read on in the order of the row; every head's program does, for all heads.
-    width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
-    kv = d.address(desc, d.KV, TYPE)
-    element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
-    row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
-    ranked = d.address(desc, d.RANKED, tl.int64) + pid * width
-    share = d.address(desc, d.SHARE, tl.float32) + pid * width
-    estimate = d.address(desc, d.ESTIMATE, tl.float32) + pid * GP * width
-    qq = tl.load(Q + b * q_b + (h * G + rq)[:, None] * q_h + rd[None, :],
-                 mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
+    kv, element, row, ranked, share, estimate, width = _row_of(desc, pid, GP, TYPE)
+    qq = _queries(Q, pid, q_b, q_h, H, G, RQ, D, DP)
     spare = capacity - GP + own                             # a chunk of its own for each program
     at = planned                                            # in the list, then (less in_list) in the row
     while more & (at < in_list + forced + candidates) & (read < count):
