@@ -57,7 +57,7 @@ class PSAConfig:
         top_p: estimated mass for policy "top_p", in (0, 1].
         min_context: rows shorter than this many tokens are attended densely.
         round_blocks, round_growth: blocks in the first round, and the factor between the numbers of blocks read at
-            two checks of the stop rule.
+            two checks of the stop rule. (GPU kernels read all that is planned at once, and check after it.)
         gpu_memory: bytes of the device pool, slots, digests and tables together: an int, "4GiB", or "auto" (grows
             with the context).
         host_memory: bytes of the host tier: an int, "64GiB", 0 (none: everything stays in the pool), or "auto" (a

@@ -47,6 +47,22 @@ def test_everything_public_works_without_triton_and_plotting():
     assert run(code).strip() == "3"
 
 
+def test_a_triton_that_lacks_something_means_the_reference():
+    """The kernels take more than the core of Triton, which other versions of it may not have."""
+    code = (
+        "import os, sys\n"
+        "os.environ['TRITON_INTERPRET'] = '1'\n"
+        "sys.modules['triton.language.extra.cuda'] = None\n"
+        "import torch\n"
+        "from hf_sparse import PSAConfig\n"
+        "from hf_sparse.cache import backend\n"
+        "print(backend.use_kernels(PSAConfig(), torch.device('cpu'), torch.float32))\n"
+        "print(backend._missing(PSAConfig(), torch.device('cpu'), torch.float32))"
+    )
+    used, reason = run(code).splitlines()
+    assert used == "False" and reason.startswith("the kernels can't be imported")
+
+
 def test_cuda_is_not_initialised():
     code = (
         "import torch\n"
