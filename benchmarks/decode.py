@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--run", help="with --append: the run_id of a run just before, on the same machine, that this goes on with")
     parser.add_argument("--append", action="store_true", help="keep the rows that the output file has")
     parser.add_argument("--out", default="benchmarks/results/decode_h200.json")
     args = parser.parse_args()
@@ -291,7 +292,7 @@ def main() -> None:
             result = json.load(file)
     if not args.skip_check:
         result["check"] = check()
-    run, model = run_id(), build(args.shape, args.layers)
+    run, model = args.run or run_id(), build(args.shape, args.layers)
     for name in args.rows.split(","):
         unpatch_model(model)
         torch._dynamo.reset()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 
 import torch
@@ -13,7 +14,7 @@ from hf_sparse import PSAConfig
 from hf_sparse.cache import backend
 from hf_sparse.cache.handle import Pending
 from hf_sparse.cache.static import StaticStep
-from hf_sparse.kernels.decode import TUNING
+from hf_sparse.kernels.decode import TUNING, Reading
 
 from .common import graph_times, quantiles, run_id, synthetic_layers, versions, write
 
@@ -136,15 +137,21 @@ def kernel_times(chain) -> dict[str, float]:
 
 
 SWEEPS = {
-    "rank_kernel": [dict(score_waves=w, rank_registers=r) for w, r in ((16, 128), (12, None), (12, 168), (24, 128), (32, 128))],
-    "select_kernel": [dict(select_tile=t, select_warps=w) for t, w in ((4096, 8), (4096, 16), (2048, 8))],
-    "attend_kernel": [dict(attend_tile=t, attend_warps=w, attend_waves=v, chunk_blocks=c)
-                      for t, w, v, c in ((128, 4, 4, 4), (128, 4, 2, 4), (64, 4, 4, 4), (64, 2, 4, 2))],
+    "rank_kernel": [dict(score_waves=w, rank_registers=r) for w, r in ((12, 168), (10, 168), (8, 248), (16, 128))],
+    "select_kernel": [dict(select_tile=t, select_warps=w) for t, w in ((4096, 8), (4096, 4), (4096, 16), (2048, 8))],
+    "attend_kernel": [dict(reading=Reading(*r), reading_many=Reading(*r))
+                      for r in ((4, 128, 4, 3), (2, 64, 2, 4), (2, 32, 2, 12), (2, 32, 2, 6), (1, 32, 2, 12), (4, 32, 2, 12))],
     "merge_kernel": [dict(merge_tile=t, merge_warps=w) for t, w in ((32, 4), (32, 2), (32, 8))],
 }
 
 
-def sweep(chain, restore, run: str) -> list[dict]:
+def _plain(variant: dict) -> dict:
+    if "reading" in variant:
+        return dataclasses.asdict(variant["reading"])
+    return variant
+
+
+def sweep(chain, restore, batch: int, run: str) -> list[dict]:
     """Every kernel with other launch parameters, one at a time. Chunk sizes change buffers, so those chains are only
     timed here, not checked."""
     rows = []
@@ -158,7 +165,7 @@ def sweep(chain, restore, run: str) -> list[dict]:
             except Exception as error:  # noqa: BLE001 - a variant that does not compile is a result
                 us = f"{type(error).__name__}: {str(error)[:150]}"
             restore()
-            rows.append({"kernel": name, "variant": variant, "us": us, "run_id": run})
+            rows.append({"kernel": name, "variant": _plain(variant), "us": us, "batch": batch, "run_id": run})
             for key, value in saved.items():
                 setattr(TUNING, key, value)
     return rows
@@ -195,8 +202,8 @@ def timings(batch: int, tokens: int, run: str, sweep_too: bool = False) -> list[
     for name, us in kernel_times(chain).items():
         out.append({"kernel": name, "batch": batch, "context": tokens, "run_id": run, "us": us})
     restore()
-    if sweep_too and batch == 1 and tokens == 131072:
-        out += sweep(chain, restore, run)
+    if sweep_too and tokens == 131072:
+        out += sweep(chain, restore, batch, run)
     for row in out:
         print(row, flush=True)
     return out

@@ -1,8 +1,7 @@
 """Attend kernel: read the planned blocks in parallel chunks. Merge kernel: join them, and see whether they suffice.
 
-Where the estimates promised too much, and the mass really gathered does not reach the threshold, the merge reads on: first
-what the selection holds in reserve, then the other candidates in the order of the row, until it does. Chunks are joined in
-a fixed order, so that the result depends on no timing.
+Chunks are joined in a fixed order, so that the result depends on no timing. Where the estimates promised too much, and the
+mass really gathered does not reach the threshold, the merge says so, and `extend.py` reads on.
 """
 from __future__ import annotations
 
@@ -15,27 +14,19 @@ from .overlap import let_next_start, wait_for_previous
 
 
 @triton.jit
-def _blocks(kv, row, ranked, share, element, qq, scale, softcap, first, last, in_list, cut, part, part_mass,
-            PLANNED: tl.constexpr, GP: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-            DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, CB: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr,
-            CAP: tl.constexpr):
-    """Attention over up to CB blocks into `part` and `part_mass`: entries first.. below `last` of the list or, unless PLANNED
-    or in_list > 0, blocks first.. below `last` of the row whose share is under the cut, which no list has."""
+def attend_blocks(kv, row, ranked, element, qq, scale, softcap, first, last, tokens, part, part_mass, GP: tl.constexpr,
+                  RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr,
+                  TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr):
+    """Attention over entries first.. below `last` of the list, at most `tokens`, into `part` [GP, DVP] and `part_mass` [GP]."""
     rd, rv = tl.arange(0, DP), tl.arange(0, DVP)
     rt, rq = tl.arange(0, TT), tl.arange(0, RQ)
     top = tl.full([RQ], float("-inf"), tl.float32)
     weight = tl.zeros([RQ], tl.float32)
     acc = tl.zeros([RQ, DVP], tl.float32)
-    for low in range(0, CB * P, TT):
+    for low in range(0, tokens, TT):
         n = first + (low + rt) // P
         seen = n < last
-        if PLANNED:
-            n = tl.load(ranked + n, mask=seen, other=0)
-        else:
-            listed = rt * 0 < in_list
-            bits = tl.load(share + n, mask=seen & ~listed, other=0.0).to(tl.int32, bitcast=True)
-            seen = seen & (listed | (bits < cut))
-            n = tl.where(listed, tl.load(ranked + n, mask=seen & listed, other=0), tl.where(seen, n, 0).to(tl.int64))
+        n = tl.load(ranked + n, mask=seen, other=0)
         slot = tl.load(row + n, mask=seen, other=0) * element
         inside = (low + rt) % P
         k_at = kv + (slot + inside * D)[None, :] + rd[:, None]
@@ -60,7 +51,7 @@ def _blocks(kv, row, ranked, share, element, qq, scale, softcap, first, last, in
 
 
 @triton.jit
-def _captured(mass, sink, SINKS: tl.constexpr):
+def captured_mass(mass, sink, SINKS: tl.constexpr):
     """log2(2^mass + 2^sink): sinks count as gathered."""
     if SINKS:
         big = tl.maximum(mass, sink)
@@ -70,15 +61,9 @@ def _captured(mass, sink, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _coverage(big, have, left, total, sink, live, G: tl.constexpr, SINKS: tl.constexpr, BY_ESTIMATE: tl.constexpr,
-              GROUP_MIN: tl.constexpr):
-    """Mass gathered, have * 2^big [GP], over that and what the estimates say of the rest; over the group's heads."""
-    left = tl.maximum(left, 0.0)
-    if BY_ESTIMATE:
-        cover = 1.0 - left
-    else:
-        held = _captured(big + tl.log2(have), sink, SINKS)
-        cover = 1.0 / (1.0 + left * tl.exp2(tl.minimum(total - held, 100.0)))
+def mean_coverage(left, live, G: tl.constexpr, GROUP_MIN: tl.constexpr):
+    """Mass gathered over all mass, the group's heads together; left [GP]: estimated mass unread over mass gathered."""
+    cover = 1.0 / (1.0 + left)
     if GROUP_MIN:
         return tl.min(tl.where(live, cover, 1.0), 0)
     else:
@@ -86,7 +71,7 @@ def _coverage(big, have, left, total, sink, live, G: tl.constexpr, SINKS: tl.con
 
 
 @triton.jit
-def _one(x, mine):
+def one_head(x, mine):
     """The number of one head out of those of all [GP] or [n, GP]: scalar or [n]."""
     if len(x.shape) == 2:
         return tl.sum(tl.where(mine[None, :], x, 0.0), 1)
@@ -95,7 +80,7 @@ def _one(x, mine):
 
 
 @triton.jit
-def _row_of(desc, pid, GP: tl.constexpr, TYPE: tl.constexpr):
+def row_of(desc, pid, GP: tl.constexpr, TYPE: tl.constexpr):
     """A row and KV head's keys and values, and what the selection said of them."""
     width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
     return (d.address(desc, d.KV, TYPE), tl.multiple_of(tl.load(desc + d.ELEMENTS), 16),
@@ -105,7 +90,7 @@ def _row_of(desc, pid, GP: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _chunks_of(desc, pid, GP: tl.constexpr, DVP: tl.constexpr):
+def chunks_of(desc, pid, GP: tl.constexpr, DVP: tl.constexpr):
     """Outputs, masses and estimated shares of its chunks, and for how many there is room."""
     capacity = tl.load(desc + d.CHUNKS)
     return (d.address(desc, d.PART, tl.float32) + pid * capacity * GP * DVP,
@@ -114,7 +99,7 @@ def _chunks_of(desc, pid, GP: tl.constexpr, DVP: tl.constexpr):
 
 
 @triton.jit
-def _queries(Q, pid, q_b, q_h, H: tl.constexpr, G: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def queries(Q, pid, q_b, q_h, H: tl.constexpr, G: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Queries of the group [RQ, DP], zero beyond it."""
     rq, rd = tl.arange(0, RQ), tl.arange(0, DP)
     return tl.load(Q + pid // H * q_b + (pid % H * G + rq)[:, None] * q_h + rd[None, :],
@@ -128,11 +113,11 @@ def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr,
     """Programs (row and KV head, stripe of chunks). Writes PART, PART_MASS and PART_LEFT of each chunk."""
     let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
-    kv, element, row, ranked, share, estimate, width = _row_of(desc, pid, GP, TYPE)
-    part, part_mass, part_left, capacity = _chunks_of(desc, pid, GP, DVP)
+    kv, element, row, ranked, share, estimate, width = row_of(desc, pid, GP, TYPE)
+    part, part_mass, part_left, capacity = chunks_of(desc, pid, GP, DVP)
     RQ: tl.constexpr = 16 if GP < 16 else GP
     rg, rc = tl.arange(0, GP), tl.arange(0, CB)
-    qq = _queries(Q, pid, q_b, q_h, H, G, RQ, D, DP)
+    qq = queries(Q, pid, q_b, q_h, H, G, RQ, D, DP)
     wait_for_previous(OVERLAP)
     planned = tl.load(INFO + pid * 8)
     chunks = (planned + CB - 1) // CB
@@ -142,44 +127,46 @@ def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr,
             rank = chunk * CB + rc
             n = tl.load(ranked + rank, mask=rank < planned, other=0)
             e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(rank < planned)[None, :], other=float("-inf"))
-            _blocks(kv, row, ranked, share, element, qq, scale, softcap, chunk * CB, planned, 1, 0, part + chunk * GP * DVP,
-                    part_mass + chunk * GP, True, GP, RQ, D, DP, DV, DVP, P, CB, TT, TYPE, CAP)
+            attend_blocks(kv, row, ranked, element, qq, scale, softcap, chunk * CB, planned, CB * P, part + chunk * GP * DVP,
+                          part_mass + chunk * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE, CAP)
             tl.store(part_left + chunk * GP + rg, tl.sum(tl.exp2(e - total[:, None]), 1))
 
 
 @triton.jit
-def merge_kernel(desc, Q, OF, MF, TOT, INFO, SINK_LOGITS, OUT, q_b, q_h, scale, softcap, threshold,
-                 H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                 DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, CB: tl.constexpr, CT: tl.constexpr,
-                 TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, NEVER: tl.constexpr,
-                 BY_ESTIMATE: tl.constexpr, GROUP_MIN: tl.constexpr, SINK: tl.constexpr, PIECES: tl.constexpr,
-                 FP: tl.constexpr, OVERLAP: tl.constexpr):
+def sink_logits(SINK_LOGITS, h, G: tl.constexpr, GP: tl.constexpr, SINKS: tl.constexpr):
+    """Base-2 logits of the attention sinks of a KV head's group [GP], zero without."""
+    if SINKS:
+        rg = tl.arange(0, GP)
+        return tl.load(SINK_LOGITS + h * G + rg, mask=rg < G, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+    else:
+        return tl.zeros([GP], tl.float32)
+
+
+@triton.jit
+def merge_kernel(desc, OF, MF, TOT, INFO, MASS, LEFT, SINK_LOGITS, OUT, threshold, H: tl.constexpr, G: tl.constexpr,
+                 GP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, CB: tl.constexpr, CT: tl.constexpr,
+                 TYPE: tl.constexpr, SINKS: tl.constexpr, VERIFY: tl.constexpr, GROUP_MIN: tl.constexpr,
+                 PIECES: tl.constexpr, FP: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs (row and KV head, query head of the group): all add up the same masses, each joins its own output.
 
-    OUT [B, Hq, DV]. NEVER: there is no stop rule. BY_ESTIMATE: coverage comes from the estimates alone (top_p).
+    OUT [B, Hq, DV]. VERIFY: the threshold holds for the mass really gathered; INFO says where it does not yet, and MASS and
+    LEFT [B, H, GP] what was gathered (log2) and which share of the estimates is unread.
     """
+    let_next_start(OVERLAP)
     pid, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = pid // H, pid % H
-    RQ: tl.constexpr = 16 if GP < 16 else GP
-    rg, rc, rv = tl.arange(0, GP), tl.arange(0, CB), tl.arange(0, DVP)
-    part, part_mass, part_left, capacity = _chunks_of(desc, pid, GP, DVP)
+    rg, rv, rf = tl.arange(0, GP), tl.arange(0, DVP), tl.arange(0, FP)
+    mine, live = rg == own, rg < G
+    part, part_mass, part_left, capacity = chunks_of(desc, pid, GP, DVP)
+    sink = sink_logits(SINK_LOGITS, h, G, GP, SINKS)
     wait_for_previous(OVERLAP)
     info = INFO + pid * 8
-    planned, candidates, forced = tl.load(info), tl.load(info + 1), tl.load(info + 2)
-    floor, count = tl.load(info + 3), tl.load(info + 4)
-    in_list, cut = tl.load(info + 5), tl.load(info + 6)
+    planned, candidates, forced, count = tl.load(info), tl.load(info + 1), tl.load(info + 2), tl.load(info + 3)
     chunks = (planned + CB - 1) // CB
     total = tl.load(TOT + pid * GP + rg)
-    sink = tl.zeros([GP], tl.float32)
-    if SINKS:
-        sink = tl.load(SINK_LOGITS + h * G + rg, mask=rg < G, other=float("-inf")).to(tl.float32) \
-            * 1.4426950408889634
     pieces, first = forced_masses(MF, pid, GP, PIECES, FP)
-    mine = rg == own
-    rf = tl.arange(0, FP)
     acc = tl.load(OF + ((pid * PIECES + rf) * GP + own)[:, None] * DVP + rv[None, :], mask=(rf < PIECES)[:, None], other=0.0)
-    acc = tl.sum(acc * _one(tl.exp2(pieces - first[None, :]), mine)[:, None], 0)
-    live = rg < G
+    acc = tl.sum(acc * one_head(tl.exp2(pieces - first[None, :]), mine)[:, None], 0)
     big, have, known = first, tl.full([GP], 1.0, tl.float32), tl.zeros([GP], tl.float32)
     for low in range(0, chunks, CT):
         c = low + tl.arange(0, CT)
@@ -191,65 +178,29 @@ def merge_kernel(desc, Q, OF, MF, TOT, INFO, SINK_LOGITS, OUT, q_b, q_h, scale, 
         fade, w = tl.exp2(big - higher), tl.exp2(m - higher[None, :])
         have = have * fade + tl.sum(w, 0)
         known += tl.sum(e, 0)
-        acc = acc * _one(fade, mine) + tl.sum(o * _one(w, mine)[:, None], 0)
+        acc = acc * one_head(fade, mine) + tl.sum(o * one_head(w, mine)[:, None], 0)
         big = higher
-    # Estimates are shares of their own total, because they may be wrong by more than a float can hold. `unread` is the
-    # estimated share of all candidates.
-    unread = tl.maximum(1.0 - tl.exp2(tl.minimum(first - total, 0.0)), 0.0)
-    read = planned
-    if NEVER:
-        more = read < 0
-    else:
-        reached = _coverage(big, have, unread - known, total, sink, live, G, SINKS, BY_ESTIMATE, GROUP_MIN)
-        more = (reached < threshold) | (read < floor)
-
-    # Seldom: the plan did not do. Read on in the order of the row; every head's program does, for all heads.
-    kv, element, row, ranked, share, estimate, width = _row_of(desc, pid, GP, TYPE)
-    qq = _queries(Q, pid, q_b, q_h, H, G, RQ, D, DP)
-    spare = capacity - GP + own                             # a chunk of its own for each program
-    at = planned                                            # in the list, then (less in_list) in the row
-    while more & (at < in_list + forced + candidates) & (read < count):
-        left_in_list = tl.maximum(in_list - at, 0)
-        low = tl.where(left_in_list > 0, at, tl.maximum(at - in_list, SINK))
-        last = tl.minimum(low + CB, tl.where(left_in_list > 0, in_list, SINK + candidates))
-        listed = rc * 0 < left_in_list
-        n = low + rc
-        fresh = n < last
-        n = tl.where(listed, tl.load(ranked + n, mask=fresh & listed, other=0), n)
-        bits = tl.load(share + n, mask=fresh & ~listed, other=0.0).to(tl.int32, bitcast=True)
-        fresh = fresh & (listed | (bits < cut))
-        number = tl.sum(fresh.to(tl.int32), 0)
-        if number > 0:
-            _blocks(kv, row, ranked, share, element, qq, scale, softcap, low, last, left_in_list, cut, part + spare * GP * DVP,
-                    part_mass + spare * GP, False, GP, RQ, D, DP, DV, DVP, P, CB, TT, TYPE, CAP)
-            tl.debug_barrier()
-            m1 = tl.load(part_mass + spare * GP + rg)
-            o1 = tl.load(part + (spare * GP + own) * DVP + rv)
-            e1 = tl.load(estimate + rg[:, None] * width + n[None, :], mask=fresh[None, :], other=float("-inf"))
-            tl.debug_barrier()
-            higher = tl.maximum(big, m1)
-            fade1, w1 = tl.exp2(big - higher), tl.exp2(m1 - higher)
-            acc = acc * _one(fade1, mine) + o1 * _one(w1, mine)
-            have = have * fade1 + w1
-            big = higher
-            known += tl.sum(tl.exp2(e1 - total[:, None]), 1)
-            read += number
-            reached1 = _coverage(big, have, unread - known, total, sink, live, G, SINKS, BY_ESTIMATE, GROUP_MIN)
-            more = (reached1 < threshold) | (read < floor)
-        at = tl.where(left_in_list > 0, last, in_list + low + CB)
-
     mass = big + tl.log2(have)
-    seen = _captured(mass, sink, SINKS)
+    seen = captured_mass(mass, sink, SINKS)
     # The sinks take part in the normalisation only.
-    scaled = acc * _one(tl.exp2(mass - seen) / have, mine)
-    tl.store(OUT + ((b * H + h) * G + own) * DV + rv, scaled.to(TYPE), mask=rv < DV)
+    out = acc * one_head(tl.exp2(mass - seen) / have, mine)
+    tl.store(OUT + ((b * H + h) * G + own) * DV + rv, out.to(TYPE), mask=rv < DV)
     if own == 0:
+        # Estimates are shares of their own total, because they may be wrong by more than a float can hold.
+        left = tl.maximum(1.0 - tl.exp2(tl.minimum(first - total, 0.0)) - known, 0.0)
+        over_gathered = left * tl.exp2(tl.minimum(total - seen, 100.0))
+        more = planned < 0
+        if VERIFY:
+            more = (mean_coverage(over_gathered, live, G, GROUP_MIN) < threshold) & (planned < count)
+            tl.store(MASS + pid * GP + rg, mass)
+            tl.store(LEFT + pid * GP + rg, left)
+        tl.store(info + 5, more.to(tl.int32))
         # Statistics, and the row's new length: the next to read it is the next step.
-        covered = _coverage(big, have, unread - known, total, sink, live, G, SINKS, False, False)
+        covered = mean_coverage(over_gathered, live, G, False)
         counters = d.address(desc, d.COUNTERS, tl.float64)
-        tl.atomic_add(counters, (forced + read).to(tl.float64))
+        tl.atomic_add(counters, (forced + planned).to(tl.float64))
         tl.atomic_add(counters + 1, (forced + candidates).to(tl.float64))
-        tl.atomic_add(counters + 2, covered.to(tl.float64))
+        tl.atomic_add(counters + 2, tl.where(more, 0.0, covered).to(tl.float64))
         tl.atomic_add(counters + 3, 1.0)
         captured = d.address(desc, d.CAPTURED, tl.float32)
         tl.store(captured + pid * GP + rg, mass * 0.6931471805599453)

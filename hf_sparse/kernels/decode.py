@@ -1,4 +1,4 @@
-"""The decode step of one layer on the GPU: four kernels, no value of which the CPU ever sees."""
+"""The decode step of one layer on the GPU: five kernels, no value of which the CPU ever sees."""
 from __future__ import annotations
 
 import os
@@ -10,13 +10,14 @@ import triton.language as tl
 
 from .attend import attend_kernel, merge_kernel
 from .descriptor import FIELDS
+from .extend import extend_kernel
 from .rank import rank_kernel
 from .score import HEADS
 from .select import OCTAVES, STEPS, select_kernel
 
 LOG2E = 1.4426950408889634
 NO_LIMIT = 2**30
-PLAN, RESERVE = 0.15, 0.6                                   # of the way from the threshold to 1
+PLAN = 0.15                                                 # planned so far beyond the threshold, of the way to 1
 PIECE = 32                                                  # tokens of the always-read blocks for one program
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -80,6 +81,7 @@ class DecodeWork:
         pieces = policy.pieces(shape.block_size, shape.unit_blocks)
         self.forced, self.forced_mass = new(B, H, pieces, GP, value_pad), new(B, H, pieces, GP)
         self.total, self.info = new(B, H, GP), new(B, H, 8, dtype=torch.int32)
+        self.mass, self.left = new(B, H, GP), new(B, H, GP)
         self.width = 0
         self.reserve(1)
 
@@ -90,7 +92,7 @@ class DecodeWork:
         shape = self.shape
         B, H, GP = shape.batch, shape.heads, shape.group_pad
         width = -(-blocks // 256) * 256
-        chunks = -(-width // TUNING.chunk_blocks) + GP                 # some more, for reading on
+        chunks = max(-(-width // reading(B * H).chunk_blocks), TUNING.extend_programs)
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
         self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
@@ -101,6 +103,16 @@ class DecodeWork:
         return True
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Launch parameters of the attention to planned blocks."""
+
+    chunk_blocks: int                                       # blocks of a chunk, which one program reads
+    tile: int                                               # tokens at once
+    warps: int
+    waves: int                                              # programs for each processor
+
+
 @dataclass
 class Tuning:
     """Launch parameters, by measurement (benchmarks/kernels.py --sweep)."""
@@ -109,17 +121,21 @@ class Tuning:
     rank_registers: int | None = 168
     select_tile: int = 4096
     select_warps: int = 8
-    chunk_blocks: int = 4
-    attend_tile: int = 128
-    attend_warps: int = 4
-    attend_waves: int = 3
-    attend_stages: int = 1
+    reading: Reading = Reading(chunk_blocks=4, tile=128, warps=4, waves=3)          # few rows: all loads of a chunk at once
+    reading_many: Reading = Reading(chunk_blocks=2, tile=32, warps=2, waves=12)     # from MANY_ROWS on: small programs
     merge_tile: int = 32            # chunks merged at once
     merge_warps: int = 4
+    extend_programs: int = 32       # of a row and KV head, at most
+    extend_warps: int = 8
     overlap: bool = True            # kernels of the chain start before the one before them has ended
 
 
 TUNING = Tuning()
+MANY_ROWS = 32                                              # rows times KV heads
+
+
+def reading(rows: int) -> Reading:
+    return TUNING.reading if rows < MANY_ROWS else TUNING.reading_many
 
 
 def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key: torch.Tensor,
@@ -138,10 +154,11 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     DP, DVP = triton.next_power_of_2(D), triton.next_power_of_2(DV)
     R4, R2 = shape.high, shape.low
     on_gpu, tune = not INTERPRETED, TUNING
-    CB = tune.chunk_blocks
     common = dict(H=H, G=G, GP=GP)
     cap, log2_scale = softcap > 0, scaling * LOG2E
     rows = B * H
+    how = reading(rows)
+    CB = how.chunk_blocks
     overlap = on_gpu and tune.overlap and torch.cuda.get_device_capability(work.device) >= (9, 0)
     start = dict(OVERLAP=overlap, **({"launch_pdl": True} if overlap else {}))
     processors = torch.cuda.get_device_properties(work.device).multi_processor_count if on_gpu else 3
@@ -156,27 +173,34 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
         PIECES=pieces, FT=max(P, PIECE), TT=16, TYPE=TYPES[shape.dtype], PTX=on_gpu, CAP=cap, OVERLAP=overlap,
         num_warps=1, num_stages=1, **({"maxnreg": tune.rank_registers} if tune.rank_registers and on_gpu else {}))
     # Planned a little beyond the threshold, because the masses that will be found are not quite those estimated.
-    beyond = lambda part: policy.threshold + part * (1.0 - policy.threshold)  # noqa: E731
-    need1, need2 = (policy.threshold, policy.threshold) if policy.by_estimate else (beyond(PLAN), beyond(RESERVE))
+    need = policy.threshold if policy.by_estimate else policy.threshold + PLAN * (1.0 - policy.threshold)
+    search = dict(TILE=tune.select_tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS)
     select_kernel[(rows,)](
-        desc, work.forced_mass, work.total, work.info, need1, need2, policy.max_blocks, policy.min_blocks,
-        policy.min_context, policy.top_share, **common, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks,
-        PIECES=pieces, FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min,
-        TILE=tune.select_tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS, **start, num_warps=tune.select_warps,
-        num_stages=1)
+        desc, work.forced_mass, work.total, work.info, need, policy.max_blocks, policy.min_blocks, policy.min_context,
+        policy.top_share, **common, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces,
+        FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min, **search, **start,
+        num_warps=tune.select_warps, num_stages=1)
 
     out = torch.empty(B, 1, H * G, DV, dtype=query.dtype, device=query.device)
-    TT = max(P, min(tune.attend_tile, CB * P, 16384 // DP))
-    read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, CB=CB, TYPE=TYPES[shape.dtype], CAP=cap, **start)
-    attend_kernel[(rows, per_row(tune.attend_waves))](
-        desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read,
-        TT=TT, num_warps=tune.attend_warps, num_stages=tune.attend_stages)
+    sinks_given = sinks is not None
+    sinks = sinks if sinks_given else work.total
+    verify = not (policy.never or policy.by_estimate)
+    read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, TYPE=TYPES[shape.dtype], CAP=cap, **start)
+    attend_kernel[(rows, per_row(how.waves))](
+        desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read, CB=CB,
+        TT=max(P, min(how.tile, CB * P, 16384 // DP)), num_warps=how.warps, num_stages=1)
     merge_kernel[(rows, G)](
-        desc, query, work.forced, work.forced_mass, work.total, work.info,
-        sinks if sinks is not None else work.total, out, query.stride(0), query.stride(1), log2_scale, softcap,
-        policy.threshold, **read, TT=max(P, 16), CT=tune.merge_tile, SINKS=sinks is not None, NEVER=policy.never,
-        BY_ESTIMATE=policy.by_estimate, GROUP_MIN=policy.group_min, SINK=policy.sink_blocks,
-        PIECES=pieces, FP=triton.next_power_of_2(pieces), num_warps=tune.merge_warps, num_stages=1)
+        desc, work.forced, work.forced_mass, work.total, work.info, work.mass, work.left, sinks, out, policy.threshold,
+        **common, DV=DV, DVP=DVP, CB=CB, CT=tune.merge_tile, TYPE=TYPES[shape.dtype], SINKS=sinks_given, VERIFY=verify,
+        GROUP_MIN=policy.group_min, PIECES=pieces, FP=triton.next_power_of_2(pieces), **start, num_warps=tune.merge_warps,
+        num_stages=1)
+    if verify:
+        programs = min(per_row(1), tune.extend_programs) if on_gpu else 3
+        extend_kernel[(rows, programs)](
+            desc, query, work.total, work.info, work.mass, work.left, sinks, out, query.stride(0), query.stride(1),
+            log2_scale, softcap, policy.threshold, **read, TT=max(P, min(64, 8192 // DP), 16), SINKS=sinks_given,
+            GROUP_MIN=policy.group_min, SINK=policy.sink_blocks, PROGRAMS=programs, PP=triton.next_power_of_2(programs), **search,
+            num_warps=tune.extend_warps, num_stages=1)
     return out
 
 

@@ -1,9 +1,8 @@
 """Select kernel: which blocks to read, without sorting them.
 
 A binary search over the bits of the blocks' shares finds the share above which enough mass is promised (or the budget is
-used up). All blocks above it are read at once, so their order does not matter. A second, lower cut lists the blocks to
-read next, should the masses really found fall short of the promise. The first TILE blocks of a row stay in registers;
-usually they are all.
+used up). All blocks above it are read at once, so their order does not matter; should the masses really found fall short of
+the promise, `extend.py` chooses again. The first TILE blocks of a row stay in registers; usually they are all.
 """
 from __future__ import annotations
 
@@ -20,16 +19,20 @@ STEPS = 9
 
 
 @triton.jit
-def _add4(a, b, c, e, u, v, w, x):
-    return a + u, b + v, c + w, e + x
+def _add2(a, b, u, v):
+    return a + u, b + v
 
 
 @triton.jit
-def _above(share, cut, lower):
-    """Number and sum of the shares whose bits are not below each of two cuts."""
-    bits = share.to(tl.int32, bitcast=True)
-    a, b = bits >= cut, bits >= lower
-    return tl.reduce((a.to(tl.int32), tl.where(a, share, 0.0), b.to(tl.int32), tl.where(b, share, 0.0)), 0, _add4)
+def max_add(a, b, u, v):
+    return tl.maximum(a, u), b + v
+
+
+@triton.jit
+def above(share, cut):
+    """Number and sum of the shares whose bits are not below a cut."""
+    inside = share.to(tl.int32, bitcast=True) >= cut
+    return tl.reduce((inside.to(tl.int32), tl.where(inside, share, 0.0)), 0, _add2)
 
 
 @triton.jit
@@ -42,27 +45,27 @@ def _shares(p, factor, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _masses(rows, n, first, last, width):
+def masses(rows, n, first, last, width):
     """Estimates [GP, TILE] of blocks n, -inf outside first.. below last. The load is wide because it is not masked by these."""
     e = tl.load(rows + n[None, :], mask=(n < width)[None, :], other=float("-inf"))
     return tl.where(((n >= first) & (n < last))[None, :], e, float("-inf"))
 
 
 @triton.jit
-def select_kernel(desc, MF, TOT, INFO, need1, need2, max_blocks, min_blocks, min_context, top_share,
+def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context, top_share,
                   H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
                   SINK: tl.constexpr, RECENT: tl.constexpr, PIECES: tl.constexpr, FP: tl.constexpr,
                   NEVER: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, OCTAVES: tl.constexpr,
                   STEPS: tl.constexpr, OVERLAP: tl.constexpr):
     """One program a row and KV head.
 
-    MF [B, H, PIECES, GP]: log2 mass of the always-read blocks. need1, need2: blocks are planned, and held in reserve, until
-    the estimated coverage is this. NEVER: there is no stop rule. LARGEST: a block's share is the largest over the group's
-    heads, so that what is left unread bounds every head's loss; else it is the mean.
+    MF [B, H, PIECES, GP]: log2 mass of the always-read blocks. need: blocks are planned until the estimated coverage is this.
+    NEVER: there is no stop rule. LARGEST: a block's share is the largest over the group's heads, so that what is left unread
+    bounds every head's loss; else it is the mean.
 
     Writes TOT [B, H, GP]: log2 of the estimated total mass; INFO [B, H, 8] int32: blocks planned, candidates, always-read
-    blocks, how many must be read and may be, blocks planned and in reserve, the bits of the share below which blocks are in
-    neither; RANKED: the planned blocks, then those in reserve; SHARE.
+    blocks, how many candidates may be read, the bits of the share from which blocks are planned; RANKED: the planned blocks;
+    SHARE.
     """
     let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
@@ -89,13 +92,13 @@ def select_kernel(desc, MF, TOT, INFO, need1, need2, max_blocks, min_blocks, min
 
     wait_for_previous(OVERLAP)
     _, forced_mass = forced_masses(MF, pid, GP, PIECES, FP)
-    e = _masses(rows, rt, SINK, start, width)
+    e = masses(rows, rt, SINK, start, width)
     first_top = tl.maximum(forced_mass, tl.max(e, 1))
     relative = tl.exp2(e - first_top[:, None])
     total, top = tl.exp2(forced_mass - first_top) + tl.sum(relative, 1), first_top
     for low in range(TILE, start, TILE):
         n = low + rt
-        e = _masses(rows, n, SINK, start, width)
+        e = masses(rows, n, SINK, start, width)
         peak = tl.maximum(top, tl.max(e, 1))
         total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(e - peak[:, None]), 1)
         top = peak
@@ -105,68 +108,57 @@ def select_kernel(desc, MF, TOT, INFO, need1, need2, max_blocks, min_blocks, min
     per_head = tl.where(rg < G, 1.0 if LARGEST else 1.0 / G, 0.0)
     held = _shares(relative, tl.exp2(first_top - total) * per_head, LARGEST)
     tl.store(share + rt, held, mask=rt < width)
-    largest, everything = tl.max(held, 0), tl.sum(held, 0)
+    largest, everything = tl.reduce((held, held), 0, max_add)
     for low in range(TILE, start, TILE):
         n = low + rt
-        e = _masses(rows, n, SINK, start, width)
+        e = masses(rows, n, SINK, start, width)
         s = _shares(tl.exp2(e - total[:, None]), per_head, LARGEST)
         tl.store(share + n, s, mask=n < width)
-        largest = tl.maximum(largest, tl.max(s, 0))
-        everything += tl.sum(s, 0)
+        most, sum = tl.reduce((s, s), 0, max_add)
+        largest, everything = tl.maximum(largest, most), everything + sum
     tl.debug_barrier()
 
-    # The highest cuts, as bits, above which there is enough; 0, all blocks, if nothing in reach of the search is.
-    most1, most2 = everything - (1.0 - need1), everything - (1.0 - need2)
+    # The highest cut, as bits, above which there is enough; 0, all blocks, if nothing in reach of the search is.
+    most = everything - (1.0 - need)
     bottom = tl.maximum(largest.to(tl.int32, bitcast=True) + 1 - (OCTAVES << 23), 1)
-    cut, lower = bottom, bottom
+    cut = bottom
     step = OCTAVES << 23
     for k in range(STEPS):
         step = step // 2
-        n1, m1, n2, m2 = _above(held, cut + step, lower + step)
+        number, mass = above(held, cut + step)
         for low in range(TILE, start, TILE):
-            s = tl.load(share + low + rt, mask=low + rt < start, other=0.0)
-            a1, w1, a2, w2 = _above(s, cut + step, lower + step)
-            n1, m1, n2, m2 = n1 + a1, m1 + w1, n2 + a2, m2 + w2
-        rule = (short == 0) & (not NEVER)
-        enough1 = (n1 >= count) | ((m1 >= most1) & (n1 >= floor) & rule)
-        enough2 = (n2 >= count) | ((m2 >= most2) & (n2 >= floor) & rule)
-        cut += tl.where(enough1, step, 0)
-        lower += tl.where(enough2, step, 0)
-    # Blocks above the bin of the cut are planned for certain, those in it as far as the budget goes, then the reserve.
+            n1, m1 = above(tl.load(share + low + rt, mask=low + rt < start, other=0.0), cut + step)
+            number, mass = number + n1, mass + m1
+        enough = (number >= count) | ((mass >= most) & (number >= floor) & (short == 0) & (not NEVER))
+        cut += tl.where(enough, step, 0)
+    # Blocks above the bin of the cut are planned for certain, those in it as far as the budget goes.
     bar = tl.where(cut > bottom, cut + BIN, bottom)
     cut = tl.where(cut > bottom, cut, 0)
-    lower = tl.where(lower > bottom, tl.minimum(lower, cut), 0)
     inside = (rt >= SINK) & (rt < start)
     bits = held.to(tl.int32, bitcast=True)
     certain = tl.sum((inside & (bits >= bar)).to(tl.int32), 0)
-    planned = tl.sum((inside & (bits >= cut)).to(tl.int32), 0)
     for low in range(TILE, start, TILE):
         bits = tl.load(share + low + rt, mask=low + rt < start, other=0.0).to(tl.int32, bitcast=True)
         certain += tl.sum(((low + rt < start) & (bits >= bar)).to(tl.int32), 0)
-        planned += tl.sum(((low + rt < start) & (bits >= cut)).to(tl.int32), 0)
-    # Three counts in one scan, 20 bits each.
-    before = tl.zeros([], tl.int64)
+    # Two counts in one scan: certain ones, and those in the bin above bit 16.
+    sure_before, bin_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     s = held
     for low in range(0, start, TILE):
         n = low + rt
         if low > 0:
             s = tl.load(share + n, mask=n < start, other=0.0)
         bits = s.to(tl.int32, bitcast=True)
-        inside = (n >= SINK) & (n < start)
-        group = tl.where(bits >= bar, 0, tl.where(bits >= cut, 20, 40))
-        inside = inside & (bits >= lower)
-        one = tl.where(inside, tl.full([TILE], 1, tl.int64) << group, 0)
-        seen = before + tl.cumsum(one, 0) - one
-        place = ((seen >> group) & 0xFFFFF).to(tl.int32)
-        place += tl.where(group == 0, 0, tl.where(group == 20, certain, planned))
+        inside = (n >= SINK) & (n < start) & (bits >= cut)
+        sure = bits >= bar
+        one = tl.where(inside, tl.where(sure, 1, 1 << 16), 0)
+        seen = tl.cumsum(one, 0) - one
+        place = tl.where(sure, sure_before + (seen & 0xFFFF), certain + bin_before + (seen >> 16))
         tl.store(ranked + place, n.to(tl.int64), mask=inside & (place < count))
-        before += tl.sum(one, 0)
-    listed = planned + (before >> 40).to(tl.int32)
+        both = tl.sum(one, 0)
+        sure_before, bin_before = sure_before + (both & 0xFFFF), bin_before + (both >> 16)
     info = INFO + pid * 8
-    tl.store(info, tl.minimum(planned, count))
+    tl.store(info, tl.minimum(certain + bin_before, count))
     tl.store(info + 1, candidates)
     tl.store(info + 2, forced)
-    tl.store(info + 3, floor)
-    tl.store(info + 4, count)
-    tl.store(info + 5, tl.minimum(listed, count))
-    tl.store(info + 6, lower)
+    tl.store(info + 3, count)
+    tl.store(info + 4, cut)

@@ -39,7 +39,7 @@ class Recorder:
 def record(capability, group, dim, block_size, dtype, softcap, sinks, settings) -> list:
     """The launches of one decode step."""
     launches: list = []
-    names = ("rank_kernel", "select_kernel", "attend_kernel", "merge_kernel")
+    names = ("rank_kernel", "select_kernel", "attend_kernel", "merge_kernel", "extend_kernel")
     kernels = {name: getattr(decode, name) for name in names}
     real = torch.cuda.get_device_properties, torch.cuda.get_device_capability
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
