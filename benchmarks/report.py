@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 HERE = pathlib.Path(__file__).resolve().parent
 DOCUMENT = HERE.parent / "docs" / "performance.md"
 NONE_YET = "Nothing is committed yet: run the command above on a GPU, then `python -m benchmarks.report`."
+MISSING = {"offload_h200.json": "Not measured yet: run `python -m benchmarks.offload` on a GPU, then `python -m benchmarks.report`."}
 EMPTY = "-"
 
 PATHS = {  # rows of benchmarks.decode, in the order of the tables
@@ -28,7 +29,12 @@ PATHS = {  # rows of benchmarks.decode, in the order of the tables
     "sdpa": "SDPA alone",
 }
 SHAPES = {"llama": "Llama-3.1-8B", "lwm": "LWM-Text-7B"}
-KERNELS = ("rank_kernel", "select_kernel", "attend_kernel", "merge_kernel")
+OFFLOAD = {  # rows of benchmarks.offload
+    "psa-resident": "hf_sparse, all in GPU memory",
+    "psa-offload": "hf_sparse, KV in host memory",
+    "offloaded": "DynamicCache, offloading",
+}
+KERNELS = ("rank_kernel", "select_kernel", "attend_kernel", "merge_kernel", "extend_kernel")
 
 
 def between(text: str, name: str, content: str, source: str = "the document") -> str:
@@ -164,12 +170,12 @@ def sweep_table(result: dict) -> str:
     if not rows:
         return "No sweep is among these runs (`python -m benchmarks.kernels --sweep`)."
     failed = lambda row: not isinstance(row["us"], (int, float))  # noqa: E731
-    rows = sorted(rows, key=lambda row: (row["run_id"], KERNELS.index(row["kernel"]), failed(row),
+    rows = sorted(rows, key=lambda row: (row["run_id"], KERNELS.index(row["kernel"]), row.get("batch", 1), failed(row),
                                          0.0 if failed(row) else row["us"]))
-    out = [[row["kernel"].removesuffix("_kernel"),
-            ", ".join(f"{name.split('_', 1)[1]} {value}" for name, value in row["variant"].items()),
+    out = [[row["kernel"].removesuffix("_kernel"), str(row.get("batch", 1)),
+            ", ".join(f"{name.split('_')[-1]} {value}" for name, value in row["variant"].items()),
             "failed: " + str(row["us"])[:60] if failed(row) else number(row["us"]), row["run_id"]] for row in rows]
-    return table(["kernel", "launch parameters", "us", "run"], out, 2)
+    return table(["kernel", "batch", "launch parameters", "us", "run"], out, 3)
 
 
 def check_table(result: dict) -> str:
@@ -190,6 +196,84 @@ def check_table(result: dict) -> str:
                   "KV share read, kernels from reference, at most"], out)
 
 
+# -- offloading ----------------------------------------------------------------------------------------------
+
+
+def none_of(name: str) -> str:
+    return f"No such rows are among these runs (`python -m benchmarks.offload --rows {name}`)."
+
+
+def percent(value: float | None) -> str:
+    return EMPTY if value is None else f"{value:.1%}"
+
+
+def offload_table(result: dict) -> str:
+    """Decoding with pools of every size and policy, beside everything resident and transformers' own offloading."""
+    order = list(OFFLOAD)
+    rows = latest([row for row in result["rows"] if row["name"] in order],
+                  lambda row: (row["run_id"], row["batch"], row["context"], row["name"], row.get("eviction"),
+                               row.get("pool_fraction"), row.get("gpu_memory_gb")))
+    rows.sort(key=lambda row: (row["batch"], row["context"], order.index(row["name"]), row.get("eviction") or "",
+                               row.get("pool_fraction") or 0.0))
+    out = []
+    for row in rows:
+        start = [OFFLOAD[row["name"]], row.get("eviction") or EMPTY, str(row["batch"]), str(row["context"])]
+        if "error" in row:
+            out.append([*start, EMPTY, "failed: " + " ".join(row["error"].split())[:60], *[EMPTY] * 10, row["run_id"]])
+            continue
+        out.append([*start, percent(row.get("pool_fraction")), spread(row["ms_per_token"], 2),
+                    number(ratio(rows, row, "psa-resident", "ms_per_token"), 2), number(row["tokens_per_second"]),
+                    percent(row.get("hit_rate")), number(row.get("fetch_gb_s")), percent(row.get("kv_fraction")),
+                    percent(row.get("overlap")), number(row.get("peak_memory_gb")), number(row.get("peak_over_budget_gb"), 2),
+                    number(row.get("host_gb")), {True: "yes", False: "no"}.get(row.get("captured"), EMPTY), row["run_id"]])
+    head = ["path", "eviction", "batch", "context", "pool, of KV", "ms a token", "x resident", "tokens/s", "hits",
+            "fetched, GB/s", "KV read", "blocks shared", "peak memory, GB", "over budget, GB", "host, GB", "captured", "run"]
+    return table(head, out, 2) if out else none_of("psa-resident,psa-offload,offloaded")
+
+
+def copy_table(result: dict) -> str:
+    """Bandwidths from pinned host memory: the fetch kernel by its number of programs, and the copy engine."""
+    out = []
+    for row in latest([row for row in result["rows"] if row["name"] == "copy"], lambda row: (row["run_id"],)):
+        if "error" in row:
+            out.append(["failed: " + " ".join(row["error"].split())[:60], *[EMPTY] * 3, row["run_id"]])
+            continue
+        engine = row["copy_engine_gb_s"]
+        for programs in sorted(row["by_programs"], key=int):
+            rate = row["by_programs"][programs]
+            used = " (used)" if int(programs) == row["fetch_programs"] else ""
+            out.append([programs + used, spread(rate), number(engine), f"{rate['median'] / engine:.0%}", row["run_id"]])
+    head = ["programs", "fetch kernel, GB/s", "copy engine, GB/s", "kernel of engine", "run"]
+    return table(head, out) if out else none_of("copy")
+
+
+def hits_table(result: dict) -> str:
+    """Simulated hit rates: organisations of the pool and policies in rows, sizes of the pool in columns."""
+    rows = [row for row in result["rows"] if row["name"] == "hits" and "error" not in row]
+    if not rows:
+        return none_of("hits")
+    sizes = sorted({row["pool_fraction"] for row in rows})
+    found: dict[tuple, dict] = {}
+    for row in rows:
+        place = row["batch"], row["context"], row["eviction"], row["pool"], row["run_id"]
+        found.setdefault(place, {})[row["pool_fraction"]] = row["hit_rate"]
+    out = [[pool, eviction, str(batch), str(context), *(percent(rates.get(size)) for size in sizes), run]
+           for (batch, context, eviction, pool, run), rates in sorted(found.items())]
+    return table(["pool", "eviction", "batch", "context", *(f"{size:.0%} of KV" for size in sizes), "run"], out, 2)
+
+
+def offload_check(result: dict) -> str:
+    """What the check of the offload benchmark found: every way of decoding against everything resident."""
+    found = result.get("check")
+    if not found:
+        return "The correctness check of this benchmark was skipped in these runs."
+    yes = {True: "yes", False: "no", None: EMPTY}
+    out = [[name, yes[entry["equal"]], "failed: " + " ".join(entry["error"].split())[:60], *[EMPTY] * 3] if "error" in entry else
+           [name, yes[entry["equal"]], EMPTY if entry["apart"] is None else f"{entry['apart']:.1e}", yes[entry["captured"]],
+            str(entry["slots"]), str(entry["misses"])] for name, entry in found.items()]
+    return table(["decoding", "as resident, bit for bit", "logits apart", "captured", "slots", "misses"], out)
+
+
 def versions(result: dict) -> str:
     """One sentence: what the runs were made with."""
     found = dict(result["versions"])
@@ -208,6 +292,11 @@ SECTIONS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "kernels": ("kernels_h200.json", kernel_table),
     "kernels-check": ("kernels_h200.json", check_table),
     "kernels-sweep": ("kernels_h200.json", sweep_table),
+    "offload-versions": ("offload_h200.json", versions),
+    "offload": ("offload_h200.json", offload_table),
+    "offload-copy": ("offload_h200.json", copy_table),
+    "offload-hits": ("offload_h200.json", hits_table),
+    "offload-check": ("offload_h200.json", offload_check),
 }
 
 
@@ -215,7 +304,7 @@ def render(text: str, results: pathlib.Path) -> str:
     """The document with every generated section as the result files in `results` have it."""
     for name, (file, section) in SECTIONS.items():
         path = results / file
-        content = section(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else NONE_YET
+        content = section(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else MISSING.get(file, NONE_YET)
         text = between(text, name, content, DOCUMENT.name)
     return text
 

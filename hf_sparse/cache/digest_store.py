@@ -9,7 +9,7 @@ from ..kernels.reference.fetch import read
 
 # Queries of the end of the prompt that set a calibrated digest's channel order (research: the last 256).
 TAIL_QUERIES = 256
-# Units read from the tiers at a time when many are encoded at once.
+# Units read from the tiers at a time, of all rows together, when many are encoded or calibrated with.
 SEGMENT = 64
 
 
@@ -71,16 +71,36 @@ class DigestStore:
             squares, valid = _last(torch.cat([self.tail, squares], 2), torch.cat([self.tail_valid, valid], 1))
         self.tail, self.tail_valid = squares, valid
 
-    def _calibrate(self, keys: torch.Tensor, valid: torch.Tensor) -> None:
-        """keys [B, H, T, D], valid [B, T]: the row's tokens without the sink."""
-        keys = keys.float()
-        weight = valid[:, None, :, None].float()
-        count = weight.sum(2).clamp(min=1.0)
-        mean = (keys * weight).sum(2) / count
-        variance = ((keys - mean[:, :, None]).square() * weight).sum(2) / count
+    @staticmethod
+    def _segment(batch: int) -> int:
+        """Units of a row read at a time."""
+        return max(1, SEGMENT // batch)
+
+    def _calibrate(self, keys_of, columns: int, skip: int, lengths: torch.Tensor) -> None:
+        """Row tensors from the tokens of the row, without the first `skip`, and from the queries remembered.
+
+        A segment at a time, as the keys of a long row don't fit beside it. In fp64, where sums of squares are good
+        enough to take variances from, and the order of a sum, which depends on the batch that a row is in, is below what
+        the result in fp32 shows.
+
+        Args:
+            keys_of: columns of blocks [B, C] -> keys [B, H, C * P, D]. columns: blocks of the longest row.
+        """
+        P, batch = self.block_size, lengths.shape[0]
+        total = squares = 0.0
+        for column in torch.arange(columns, device=lengths.device).split(self._segment(batch) * self.unit_blocks):
+            token = (column[:, None] * P + torch.arange(P, device=lengths.device)).flatten()
+            valid = (token >= skip) & (token < lengths[:, None])
+            keys = keys_of(column.expand(batch, -1))
+            keys = torch.where(valid[:, None, :, None], keys, 0).double()
+            total = total + keys.sum(2)
+            squares = squares + keys.square_().sum(2)
+        count = (lengths - skip).clamp(min=1)[:, None, None]
+        mean = total / count
+        variance = (squares / count - mean.square()).clamp(min=0)
         weight = self.tail_valid[:, None, :, None].float()
-        squares = (self.tail * weight).sum(2) / weight.sum(2).clamp(min=1.0)
-        row = self.digest.calibrate(mean, variance, squares)
+        energy = (self.tail * weight).sum(2) / weight.sum(2).clamp(min=1.0)
+        row = self.digest.calibrate(mean.float(), variance.float(), energy)
         self.row = [row[name].to(dtype) for name, (_, dtype) in self.digest.row_layout().items()]
         self.calibrated = True
         if not self.provisional:
@@ -105,17 +125,13 @@ class DigestStore:
             return keys.reshape(batch, heads, -1, key_dim)
 
         if not self.calibrated:
-            columns = torch.arange(-(-length // P), device=table.device).expand(batch, -1)
-            token = torch.arange(columns.shape[1] * P, device=table.device)
-            valid = (token >= sink_blocks * P) & (token < lengths[:, None])
-            keys = keys_of(columns)
-            self._calibrate(torch.where(valid[:, None, :, None], keys, 0), valid)
+            self._calibrate(keys_of, -(-length // P), sink_blocks * P, lengths)
         if not ragged and length // U == self.length_done // U:
             self.length_done = length
             return
         pending = (length - self.length_done) // U + 2
-        for low in range(0, pending, SEGMENT):
-            target = self.units_done[:, None] + torch.arange(low, min(low + SEGMENT, pending), device=table.device)
+        for unit in torch.arange(pending, device=table.device).split(self._segment(batch)):
+            target = self.units_done[:, None] + unit
             write = (target + 1) * U <= lengths[:, None]
             target = torch.where(write, target, 0)
             columns = (target[..., None] * ub + torch.arange(ub, device=table.device)).flatten(1)

@@ -7,6 +7,7 @@ from ..kernels.reference.dense import exact_attention
 from .backend import warn_reference
 from .blocks import LayerBlocks
 from .handle import Pending
+from .owner import Change
 from .pool import next_version
 from .step import sparse_step
 
@@ -29,13 +30,19 @@ class PSALayer(LayerBlocks):
         Returns:
             [B, Hq, q, Dv]
         """
+        # Forks of this cache may be in other threads, and share the pool.
+        with self.pool.lock, Change(self.state):
+            return self._attend(query, pending, valid, mask, scaling, softcap, sinks, dense_step)
+
+    def _attend(self, query, pending, valid, mask, scaling, softcap, sinks, dense_step):
         count = query.shape[2]
         past = pending.start
         self.group = query.shape[1] // self.heads
         if self.config.sparse_queries and count > 1 and past > 0 and mask is None and not pending.committed:
             return self._attend_one_by_one(query, pending, valid, scaling, softcap, sinks, dense_step)
         if count == 1 and past > 0 and mask is None and valid is None and not pending.committed and self.on_device(past + 1):
-            return self._device_step(query, pending, scaling, softcap, sinks)
+            with Change(self.state, self.pool):
+                return self._device_step(query, pending, scaling, softcap, sinks)
         sparse = count == 1 and past > 0 and mask is None and self.is_sparse(past + 1)
         if sparse and not pending.committed:
             self._digest()
@@ -115,16 +122,20 @@ class PSALayer(LayerBlocks):
         return self._sparse_step(query, scaling, softcap, sinks)
 
     def _sparse_step(self, query, scaling, softcap, sinks):
-        return sparse_step(self, query, scaling, softcap, sinks)
+        with Change(self.state, self.pool, ()):
+            return sparse_step(self, query, scaling, softcap, sinks)
 
     # -- the decode step as kernels -------------------------------------------------------------------------------------
     def on_device(self, length: int) -> bool:
         """Whether a step that makes the row `length` tokens long is the kernels' to take."""
-        if length < self.config.min_context or not self.state.kernels(self.device, self.dtype):
-            return False
-        if self.pool.tiered:
-            warn_reference("a host tier has no fetch kernels", self.device)
-        return not self.pool.tiered
+        return length >= self.config.min_context and self.state.kernels(self.device, self.dtype) and self.in_reach()
+
+    def in_reach(self) -> bool:
+        """Whether kernels can read all blocks where they are."""
+        reached = not self.pool.tiered or self.device.type == "cpu" or self.pool.host_tier.pinned
+        if not reached:
+            warn_reference("host memory could not be pinned", self.device)
+        return reached
 
     def begin_step(self) -> None:
         """Host work before a step of the kernels: room for one token, and digests of everything before it."""
@@ -140,6 +151,7 @@ class PSALayer(LayerBlocks):
             self._digest()
             if not calibrated:
                 self.version = next_version()
+        self.pool.wait()
 
     def room(self) -> int:
         """Padded length up to which steps of the kernels need no host work."""

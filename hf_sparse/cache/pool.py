@@ -16,9 +16,12 @@ import weakref
 
 import torch
 
+from ..kernels.reference.fetch import fill
 from ..sizes import format_bytes
-from .host import available_host_bytes, reserve_host
+from .host import HostTier, available_host_bytes
 
+# Blocks copied at a time when the pool is laid out anew.
+PIECE = 4096
 
 _VERSIONS = itertools.count(1)
 
@@ -50,16 +53,18 @@ class BlockPool:
         self.kv = torch.zeros(1, elements, dtype=dtype, device=device)     # slot 0 is scratch
         self.free = torch.empty(0, dtype=torch.int64, device=device)
         self.cursor = 0                                                    # ids of `free` handed out so far
+        self.torn = False                                                  # a change was interrupted: nothing here holds
         self.dirty = False                                                 # blocks were dropped since the last sweep
         self.side = 0                                                      # bytes of digests and tables (no host tier)
         self.version = next_version()
-        self.host = None
+        self.host = self.host_tier = None
         if host_bytes != 0:
             size = available_host_bytes() // 2 if host_bytes is None else host_bytes
             self.host_capacity = size // self.block_bytes
             if self.host_capacity < 2:
                 raise ValueError(f"host_memory={size} bytes holds no block of {self.block_bytes} bytes; raise it.")
-            self.host = reserve_host(self.host_capacity, elements, dtype)
+            self.host_tier = HostTier(self.host_capacity, elements, dtype, device)
+            self.host = self.host_tier.rows
             self.slot_of = torch.zeros(1, dtype=torch.int64, device=device)
             self.block_in = torch.zeros(1, dtype=torch.int64, device=device)
             self.priority = torch.full((1,), -math.inf, dtype=torch.float64, device=device)
@@ -83,17 +88,31 @@ class BlockPool:
         return self.slot_of.shape[0] if self.tiered else self.slots
 
     def tiers(self) -> list[torch.Tensor]:
-        """The pool as the flat list of tensors that kernels take (kernels/reference/fetch.py)."""
+        """The pool as the flat list of tensors that kernels take (kernels/reference/fetch.py), all that was written in it."""
         if not self.tiered:
             return [self.kv]
+        self.wait()
         return [self.kv, self.host, self.slot_of, self.block_in, self.priority, self.pinned, self.clock,
                 self.counters, self.history]
+
+    def wait(self) -> None:
+        """Before anything looks at slots, maps or the host tier: have this stream wait for what is stored beside it."""
+        if self.tiered:
+            self.host_tier.link.join()
 
     # -- who uses it --------------------------------------------------------------------------------------------
     def join(self, layer) -> None:
         """Register a layer; its table decides which ids are in use."""
         with self.lock:
             self.users.add(layer)
+
+    def leave(self, layer) -> None:
+        """A layer lets go of its blocks."""
+        with self.lock:
+            self.drop()
+            self.users.discard(layer)
+            if self.tiered and not self.users:
+                self.counters.zero_()
 
     def drop(self) -> None:
         """Some layer let go of its blocks; they are found at the next sweep."""
@@ -126,6 +145,9 @@ class BlockPool:
             short = self.lacking(count + more)
             if short:
                 self._grow(short, self.ids // 4)
+            if self.tiered:
+                # `free` is in ascending order, so that no id is higher than this unless it comes later.
+                self.host_tier.ensure(self.ids - (self.free.shape[0] - self.cursor - count), expected=self.ids)
             taken = self.free[self.cursor:self.cursor + count]
             self.cursor += count
             return taken
@@ -139,6 +161,7 @@ class BlockPool:
 
     def sweep(self) -> None:
         """Find the ids that no table names, and give up the slots of their blocks. Synchronises."""
+        self.wait()
         live = self._live()
         # Ids already handed out but not yet in a table belong to the caller of `allocate` alone, which holds the lock.
         dead = ~live
@@ -161,15 +184,16 @@ class BlockPool:
                     f"host_memory holds {self.host_capacity - 1}. Give host_memory at least "
                     f"{format_bytes((self.ids + needed) * self.block_bytes)}, or a shorter context. "
                     "Nothing in the cache was lost.")
-            first, self.slot_of = self.ids, _extend(self.slot_of, total)
-            self.history = _extend(self.history, total, -math.inf)
+            first = self.ids
+            longer = _extend(self.slot_of, total), _extend(self.history, total, -math.inf)
+            self.slot_of, self.history = longer
         else:
             total = self.slots + needed + extra
             if self.budget is not None:
                 total = self.slots + needed                 # what is left may have to go to digests and tables
                 self.check_budget(total, self.side)
             first, self.kv = self.slots, _extend(self.kv, total)
-            self.version = next_version()
+        self.version = next_version()
         fresh = torch.arange(first, total, device=self.device)
         self.free, self.cursor = torch.cat([self.free[self.cursor:], fresh]), 0
 
@@ -183,27 +207,50 @@ class BlockPool:
 
     # -- slots of a tiered pool ---------------------------------------------------------------------------------
     def resize(self, slots: int) -> None:
-        """Set the number of slots, keeping pinned blocks and then those of the highest priority."""
+        """Set the number of slots, keeping pinned blocks and then those of the highest priority.
+
+        The old slots are freed before there are new ones, as two pools may be more than fits. Only pinned blocks are
+        held on to meanwhile; the others come from the host tier again.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for them; nothing has changed then.
+        """
         if slots == self.slots:
             return
         self.sweep()                                        # so that no dead block is kept in place of a live one
+        self.version = next_version()
+        before, pinned = self.slots, (self.block_in[self.pinned], self.kv[self.pinned])
+        self.kv = None
+        try:
+            kv = torch.zeros(slots, self.elements, dtype=self.dtype, device=self.device)
+        except torch.OutOfMemoryError:
+            self.kv = torch.zeros(before, self.elements, dtype=self.dtype, device=self.device)
+            self._refill(*pinned)
+            raise
         order = torch.where(self.pinned, math.inf, self.priority)
-        order[0] = math.inf
         order[self.block_in == 0] = -math.inf
         order[0] = math.inf
         keep = torch.argsort(order, descending=True, stable=True)[:slots].sort().values
-        count = keep.shape[0]
-        self.version = next_version()
-        lost = torch.ones(self.slots, dtype=torch.bool, device=self.device)
+        lost = torch.ones(before, dtype=torch.bool, device=self.device)
         lost[keep] = False
         self.slot_of[torch.where(lost, self.block_in, 0)] = 0
         self.history[self.block_in[lost]] = self.priority[lost]
-        for name, fill in (("kv", 0), ("block_in", 0), ("priority", -math.inf), ("pinned", False)):
-            setattr(self, name, _extend(getattr(self, name)[keep], slots, fill))
+        self.kv = kv
+        for name, fill_value in (("block_in", 0), ("priority", -math.inf), ("pinned", False)):
+            setattr(self, name, _extend(getattr(self, name)[keep], slots, fill_value))
         # Keeping slot order means slot 0 stays slot 0.
-        self.slot_of[self.block_in[:count]] = torch.arange(count, device=self.device)
+        self.slot_of[self.block_in[:keep.shape[0]]] = torch.arange(keep.shape[0], device=self.device)
         self.slot_of[0] = 0
         self.block_in[0] = 0
+        self._refill(*pinned)
+
+    def _refill(self, blocks: torch.Tensor, contents: torch.Tensor) -> None:
+        """Contents of all slots again: of some blocks as given, of the others from the host tier."""
+        tiers = self.tiers()
+        self.kv[self.slot_of[blocks]] = contents
+        slots = ((self.block_in > 0) & ~self.pinned).nonzero().squeeze(1)
+        for piece in slots.split(PIECE):
+            fill(tiers, self.block_in[piece], piece)
 
 
 def _extend(tensor: torch.Tensor, rows: int, fill=0) -> torch.Tensor:

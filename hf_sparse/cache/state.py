@@ -12,6 +12,21 @@ from ..sizes import format_bytes
 from .backend import use_kernels
 from .pool import BlockPool
 
+# What "auto" leaves for activations: this share of what is free, at least so many bytes.
+ACTIVATION_SHARE, ACTIVATION_BYTES = 10, 2**30
+
+
+def auto_budget(device: torch.device) -> int | None:
+    """Bytes for a pool in front of a host tier: what is free on the device now, with room left for activations.
+
+    None on a CPU, where a pool grows with the context.
+    """
+    if device.type != "cuda":
+        return None
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, free - max(ACTIVATION_BYTES, free // ACTIVATION_SHARE))
+
 
 @dataclass
 class CacheState:
@@ -23,6 +38,7 @@ class CacheState:
     devices: int = 1                                        # devices that the model's layers are on
     dense_expected: bool = False                            # patch_model has already said that this model is dense
     warned: bool = False
+    torn: bool = False                                      # interrupted in the middle of a change; `renew` after a reset
     members: list = field(default_factory=list)             # weak references to the layers of this cache
     static: object = None                                   # the StaticStep of this cache's kernels, once there is one
 
@@ -33,24 +49,44 @@ class CacheState:
     def step(self):
         """What the kernels need beside the layers: made at the first step."""
         if self.static is None:
-            from .static import StaticStep                  # Triton is imported only where it is used
-            self.static = StaticStep(self.config, self.layers)
+            self.static = self.new_step()
         return self.static
+
+    def new_step(self):
+        from .static import StaticStep                      # Triton is imported only where it is used
+        return StaticStep(self.config, self.layers)
+
+    def renew(self) -> None:
+        """After all layers have let go of their blocks: what was torn is not used again."""
+        for key in [key for key, pool in self.pools.items() if pool.torn]:
+            del self.pools[key]
+        self.torn = False
 
     def live_layers(self) -> list:
         return [layer for layer in (member() for member in self.members) if layer is not None]
 
     def pool(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
-        """The pool for this layer's blocks: the one of its device."""
+        """The pool for this layer's blocks: the one of its device.
+
+        Raises:
+            NotImplementedError: it would be the second one under one byte budget.
+            ValueError: the host tier can't be reserved.
+        """
         config = self.config
         elements = config.block_size * (keys.shape[-1] + values.shape[-1])
         key = (keys.device, keys.dtype, elements)
         if key not in self.pools:
-            if config.gpu_bytes is not None and any(device == keys.device for device, *_ in self.pools):
+            budget = config.gpu_bytes
+            if budget is None and config.host_bytes != 0:
+                budget = auto_budget(keys.device)
+            if budget is not None and any(device == keys.device for device, *_ in self.pools):
                 raise NotImplementedError(
                     "Layers of this model have different key or value sizes, which one pool with a byte budget can't "
-                    "hold. Leave gpu_memory at 'auto'.")
-            self.pools[key] = BlockPool(keys.device, keys.dtype, elements, config.gpu_bytes, config.host_bytes)
+                    "hold. Leave gpu_memory and host_memory at 'auto'.")
+            pool = BlockPool(keys.device, keys.dtype, elements, budget, config.host_bytes)
+            for other in self.pools.values():
+                pool.lock = other.lock                      # threads of forks take turns in all pools, or in none
+            self.pools[key] = pool
         return self.pools[key]
 
     def fit(self, pool: BlockPool, ids: int = 0) -> None:
@@ -80,8 +116,9 @@ class CacheState:
         most = least + int(sum(batch * user.heads * columns for user, batch, columns in sizes) * scale)
         slots = most if pool.budget is None else min(most, (pool.budget - other) // pool.block_bytes)
         if slots < least:
+            found = f" ({format_bytes(pool.budget)} were free)" if self.config.gpu_bytes is None else ""
             raise ValueError(
-                f"gpu_memory={self.config.gpu_memory!r} is too small: this context and batch need at least "
+                f"gpu_memory={self.config.gpu_memory!r}{found} is too small: this context and batch need at least "
                 f"{format_bytes(other + least * pool.block_bytes)} ({least} slots of {pool.block_bytes} bytes, and "
                 f"{other} bytes of digests and tables). Raise gpu_memory. Nothing in the cache was lost.")
         pool.resize(slots)

@@ -5,7 +5,11 @@ import torch
 
 from ..config import PSAConfig
 from ..kernels.decode import FIELDS, NO_LIMIT, DecodePolicy, DecodeShape, DecodeWork, decode_layer
+from ..kernels.tiering import Tier, TierWork
 from .layer import PSALayer
+
+
+VICTIMS = 1024                                              # length of the eviction queue, at least
 
 
 def decode_policy(config: PSAConfig) -> DecodePolicy:
@@ -32,10 +36,12 @@ class StaticStep:
     """
 
     def __init__(self, config: PSAConfig, layers: int):
-        self.policy = decode_policy(config)
+        self.policy, self.eviction = decode_policy(config), config.eviction
         self.layers = layers
         self.work: dict[tuple, DecodeWork] = {}             # by device and shape
         self.desc: dict[torch.device, torch.Tensor] = {}    # [layers, FIELDS]
+        self.orders: dict[torch.device, set[int]] = {}      # which layers are there
+        self.tier_work: dict[torch.device, TierWork] = {}
         self.known: list[tuple] = [()] * layers             # versions of what each row describes
 
     def prepare(self, layers: list[PSALayer]) -> None:
@@ -49,7 +55,12 @@ class StaticStep:
             work = self._work(layer)
             if layer.device not in self.desc:
                 self.desc[layer.device] = torch.zeros(self.layers, FIELDS, dtype=torch.int64, device=layer.device)
-            self.desc[layer.device][layer.order] = torch.tensor(_describe(layer, work), dtype=torch.int64)
+            self.orders.setdefault(layer.device, set()).add(layer.order)
+            numbers = _describe(layer, work)
+            if layer.pool.tiered:
+                numbers += self._tier_work(layer, work).numbers(layer.pool)
+            numbers += [0] * (FIELDS - len(numbers))
+            self.desc[layer.device][layer.order] = torch.tensor(numbers, dtype=torch.int64)
 
     def _work(self, layer: PSALayer) -> DecodeWork:
         shape = _shape(layer)
@@ -57,15 +68,30 @@ class StaticStep:
             self.work[layer.device, shape] = DecodeWork(shape, self.policy, layer.device)
         work = self.work[layer.device, shape]
         if work.reserve(layer.table.shape[2]):
-            # Every layer's row names these buffers.
-            self.known = [() if order != layer.order else row for order, row in enumerate(self.known)]
+            self._forget_others(layer)
         return work
+
+    def _tier_work(self, layer: PSALayer, work: DecodeWork) -> TierWork:
+        misses, slots = layer.batch * layer.heads * work.width, layer.pool.slots
+        tier = self.tier_work.get(layer.device)
+        if tier is None or tier.use.shape[0] != slots or tier.misses.shape[0] < misses:
+            tier = self.tier_work[layer.device] = TierWork(slots, misses, max(VICTIMS, slots // 4), layer.device)
+            self._forget_others(layer)
+        return tier
+
+    def _forget_others(self, layer: PSALayer) -> None:
+        # Every layer's row names the buffers that have just moved.
+        self.known = [() if order != layer.order else row for order, row in enumerate(self.known)]
 
     def run(self, layer: PSALayer, query, key, value, sinks, scaling: float, softcap: float) -> torch.Tensor:
         """The decode step of a prepared layer: [B, Hq, 1, D] -> [B, 1, Hq, Dv]."""
-        work = self.work[layer.device, _shape(layer)]
-        return decode_layer(self.desc[layer.device][layer.order], work, query, key, value,
-                            sinks, scaling, softcap)
+        work, tier = self.work[layer.device, _shape(layer)], None
+        orders = self.orders[layer.device]
+        if layer.pool.tiered:
+            users = [other for other in layer.state.live_layers() if other.is_initialized and other.device == layer.device]
+            tier = Tier(layer.pool.block_bytes, self.eviction, len(users))
+        return decode_layer(self.desc[layer.device][layer.order], work, query, key, value, sinks, scaling, softcap, tier,
+                            first=layer.order == min(orders))
 
 
 def _shape(layer: PSALayer) -> DecodeShape:
@@ -75,7 +101,7 @@ def _shape(layer: PSALayer) -> DecodeShape:
 
 
 def _describe(layer: PSALayer, work: DecodeWork) -> list[int]:
-    """A descriptor's numbers, in the order of `kernels/descriptor.py`."""
+    """A descriptor's first numbers, in the order of `kernels/descriptor.py`: all that it has without a host tier."""
     store = layer.digests
     unit = dict(zip(store.digest.unit_layout(store.dtype), store.unit))
     row = dict(zip(store.digest.row_layout(), store.row))
@@ -86,4 +112,4 @@ def _describe(layer: PSALayer, work: DecodeWork) -> list[int]:
     numbers = [tensor.data_ptr() for tensor in tensors]
     numbers += [layer.table.shape[2], unit["high"].shape[2], layer.pool.elements, work.width, work.chunks,
                 captured.data_ptr()]
-    return numbers + [0] * (FIELDS - len(numbers))
+    return numbers

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 
 from . import descriptor as d
+from .location import block_offset, host_offset
+from .residency import admit, settle
 
 # Adding and subtracting it rounds fp32 to the nearest integer, ties to even, in the interpreter and on the GPU alike.
 ROUND = tl.constexpr(12582912.0)
@@ -30,8 +32,9 @@ def softcap_log2(s, softcap):
 
 
 @triton.jit
-def _encode_part(kv, row, centre, order, unit, out, minimum, scale, first, R: tl.constexpr, BITS: tl.constexpr, element,
-                 P: tl.constexpr, D: tl.constexpr, U: tl.constexpr, SINK: tl.constexpr):
+def _encode_part(desc, kv, row, centre, order, unit, out, minimum, scale, first, R: tl.constexpr, BITS: tl.constexpr,
+                 element, to_host, P: tl.constexpr, D: tl.constexpr, U: tl.constexpr, SINK: tl.constexpr,
+                 TIERED: tl.constexpr):
     """Codes of channels order[first : first + R] of one unit (digests/channel_codes.py says how), a few at a time: one
     program in 128 steps comes here, and must not cost the others their registers."""
     FIELDS: tl.constexpr = 8 // BITS
@@ -48,8 +51,8 @@ def _encode_part(kv, row, centre, order, unit, out, minimum, scale, first, R: tl
         high = tl.full([TILE], float("-inf"), tl.float32)
         for f in range(FIELDS):
             token = unit * U + f * ROWS + j
-            slot = tl.load(row + token // P)
-            at = slot[:, None] * element + (token % P)[:, None] * D + channel[None, :]
+            block = block_offset(desc, tl.load(row + token // P), token >= 0, element, to_host, True, TIERED)
+            at = block[:, None] + (token % P)[:, None] * D + channel[None, :]
             k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
             kept = (token >= SINK * P)[:, None] & inside[None, :]
             low = tl.minimum(low, tl.min(tl.where(kept, k, float("inf")), 0))
@@ -64,8 +67,8 @@ def _encode_part(kv, row, centre, order, unit, out, minimum, scale, first, R: tl
         packed = tl.zeros([ROWS, TILE], tl.int32)
         for f in range(FIELDS):
             token = unit * U + f * ROWS + j
-            slot = tl.load(row + token // P)
-            at = slot[:, None] * element + (token % P)[:, None] * D + channel[None, :]
+            block = block_offset(desc, tl.load(row + token // P), token >= 0, element, to_host, True, TIERED)
+            at = block[:, None] + (token % P)[:, None] * D + channel[None, :]
             k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
             code = tl.minimum(tl.maximum(_round((k - start[None, :]) * inverse[None, :]), 0.0), levels * 1.0).to(tl.int32)
             code = tl.where((token >= SINK * P)[:, None], code, 0)
@@ -77,12 +80,13 @@ def _encode_part(kv, row, centre, order, unit, out, minimum, scale, first, R: tl
 def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, pid, piece,
            H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
            DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, SINK: tl.constexpr,
-           RECENT: tl.constexpr, TAIL: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, PIECES: tl.constexpr, FT: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr,
-           CAP: tl.constexpr):
+           RECENT: tl.constexpr, TAIL: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, PIECES: tl.constexpr,
+           FT: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, TIERED: tl.constexpr,
+           POLICY: tl.constexpr, BYTES: tl.constexpr, WORD: tl.constexpr, COPY: tl.constexpr, LEAVING: tl.constexpr):
     """One piece, FT tokens, of the always-read blocks of a row and KV head (sink, then tail).
 
     Q [B, Hq, D], K [B, H, D], V [B, H, DV] with strides; OF [B, H, PIECES, GP, DVP], MF [B, H, PIECES, GP]: output and
-    log2 mass of the piece. `scale` includes log2(e).
+    log2 mass of the piece. `scale` includes log2(e). TIERED: with a host tier, `residency.py` has the other arguments.
     """
     b, h = pid // H, pid % H
     U: tl.constexpr = P * UB
@@ -91,6 +95,7 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
     row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
     kv = d.address(desc, d.KV, TYPE)
     element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
+    to_host = host_offset(desc, TYPE, TIERED)
     new = length + 1
     start = tl.maximum(tl.minimum(length // U * UB, length // P - RECENT), SINK)
     rd, rv = tl.arange(0, DP), tl.arange(0, DVP)
@@ -98,7 +103,10 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
     place = tl.where(column < SINK, column, column - start + SINK) * P + length % P
     if place // FT == piece:
         # The token is in this piece, so nobody else has to see it stored.
-        slot = tl.load(row + column) * element
+        slot = tl.load(row + column)
+        if TIERED:
+            slot = admit(desc, slot, length % P == 0, POLICY)
+        slot = slot * element
         inside = length % P
         tl.store(kv + slot + inside * D + rd, tl.load(K + b * k_b + h * k_h + rd, mask=rd < D, other=0.0), mask=rd < D)
         tl.store(kv + slot + P * D + inside * DV + rv, tl.load(V + b * v_b + h * v_h + rv, mask=rv < DV, other=0.0),
@@ -113,8 +121,12 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
             steps = d.address(desc, d.SCALE, tl.float16) + at * (R4 + R2)
             high = d.address(desc, d.HIGH, tl.uint8) + at * (U // 2 * R4)
             low = d.address(desc, d.LOW, tl.uint8) + at * (U // 4 * R2)
-            _encode_part(kv, row, centre, order, unit, high, minimum, steps, 0, R4, 4, element, P, D, U, SINK)
-            _encode_part(kv, row, centre, order, unit, low, minimum, steps, R4, R2, 2, element, P, D, U, SINK)
+            _encode_part(desc, kv, row, centre, order, unit, high, minimum, steps, 0, R4, 4, element, to_host, P, D, U, SINK,
+                         TIERED)
+            _encode_part(desc, kv, row, centre, order, unit, low, minimum, steps, R4, R2, 2, element, to_host, P, D, U, SINK,
+                         TIERED)
+        if TIERED:
+            settle(desc, row, length, P, UB, SINK, RECENT, LEAVING, BYTES, WORD, COPY, POLICY)
 
     RQ: tl.constexpr = 16 if GP < 16 else GP
     rq = tl.arange(0, RQ)
@@ -130,7 +142,7 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
         block = tl.where(i < SINK, i, start + i - SINK)
         token = block * P + at % P
         seen = (token < new) & ((i < SINK) | (block >= SINK)) & (i < SINK + TAIL)
-        slot = tl.load(row + block, mask=seen, other=0) * element
+        slot = block_offset(desc, tl.load(row + block, mask=seen, other=0), seen, element, to_host, True, TIERED)
         k = tl.load(kv + (slot + at % P * D)[None, :] + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
         v = tl.load(kv + (slot + P * D + at % P * DV)[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
                     other=0.0)

@@ -10,27 +10,30 @@ import triton.language as tl
 
 from . import descriptor as d
 from .append import forced_masses, softcap_log2
+from .location import block_offset, host_offset
 from .overlap import let_next_start, wait_for_previous
 
 
 @triton.jit
-def attend_blocks(kv, row, ranked, element, qq, scale, softcap, first, last, tokens, part, part_mass, GP: tl.constexpr,
-                  RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr,
-                  TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr):
+def attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, first, last, tokens, part, part_mass,
+                  GP: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+                  DVP: tl.constexpr, P: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr,
+                  TIERED: tl.constexpr):
     """Attention over entries first.. below `last` of the list, at most `tokens`, into `part` [GP, DVP] and `part_mass` [GP]."""
     rd, rv = tl.arange(0, DP), tl.arange(0, DVP)
     rt, rq = tl.arange(0, TT), tl.arange(0, RQ)
     top = tl.full([RQ], float("-inf"), tl.float32)
     weight = tl.zeros([RQ], tl.float32)
     acc = tl.zeros([RQ, DVP], tl.float32)
+    to_host = host_offset(desc, TYPE, TIERED)
     for low in range(0, tokens, TT):
         n = first + (low + rt) // P
         seen = n < last
         n = tl.load(ranked + n, mask=seen, other=0)
-        slot = tl.load(row + n, mask=seen, other=0) * element
+        block = block_offset(desc, tl.load(row + n, mask=seen, other=0), seen, element, to_host, False, TIERED)
         inside = (low + rt) % P
-        k_at = kv + (slot + inside * D)[None, :] + rd[:, None]
-        v_at = kv + (slot + P * D + inside * DV)[:, None] + rv[None, :]
+        k_at = kv + (block + inside * D)[None, :] + rd[:, None]
+        v_at = kv + (block + P * D + inside * DV)[:, None] + rv[None, :]
         k = tl.load(k_at, mask=seen[None, :] & (rd < D)[:, None], other=0.0)
         v = tl.load(v_at, mask=seen[:, None] & (rv < DV)[None, :], other=0.0)
         s = tl.dot(qq, k, input_precision="ieee") * scale
@@ -109,7 +112,8 @@ def queries(Q, pid, q_b, q_h, H: tl.constexpr, G: tl.constexpr, RQ: tl.constexpr
 @triton.jit
 def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
                   D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr,
-                  CB: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, OVERLAP: tl.constexpr):
+                  CB: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, TIERED: tl.constexpr,
+                  OVERLAP: tl.constexpr):
     """Programs (row and KV head, stripe of chunks). Writes PART, PART_MASS and PART_LEFT of each chunk."""
     let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
@@ -127,8 +131,8 @@ def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr,
             rank = chunk * CB + rc
             n = tl.load(ranked + rank, mask=rank < planned, other=0)
             e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(rank < planned)[None, :], other=float("-inf"))
-            attend_blocks(kv, row, ranked, element, qq, scale, softcap, chunk * CB, planned, CB * P, part + chunk * GP * DVP,
-                          part_mass + chunk * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE, CAP)
+            attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, chunk * CB, planned, CB * P,
+                          part + chunk * GP * DVP, part_mass + chunk * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE, CAP, TIERED)
             tl.store(part_left + chunk * GP + rg, tl.sum(tl.exp2(e - total[:, None]), 1))
 
 

@@ -14,6 +14,7 @@ from .extend import extend_kernel
 from .rank import rank_kernel
 from .score import HEADS
 from .select import OCTAVES, STEPS, select_kernel
+from .tiering import RESIDENT_RANK, RESIDENT_SELECT, Tier
 
 LOG2E = 1.4426950408889634
 NO_LIMIT = 2**30
@@ -139,11 +140,13 @@ def reading(rows: int) -> Reading:
 
 
 def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key: torch.Tensor,
-                 value: torch.Tensor, sinks: torch.Tensor | None, scaling: float, softcap: float) -> torch.Tensor:
+                 value: torch.Tensor, sinks: torch.Tensor | None, scaling: float, softcap: float,
+                 tier: Tier | None = None, first: bool = False) -> torch.Tensor:
     """Store one token of every row, and attend.
 
     Args:
         desc: int64 [FIELDS], see `descriptor`. query [B, Hq, 1, D], key [B, H, 1, D], value [B, H, 1, Dv].
+        tier: of a pool with a host tier. first: this layer is the first of the token in its pool.
 
     Returns:
         [B, 1, Hq, Dv]
@@ -164,6 +167,9 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     processors = torch.cuda.get_device_properties(work.device).multi_processor_count if on_gpu else 3
     per_row = lambda waves: max(1, processors * waves // rows)  # noqa: E731
 
+    tiered = dict(TIERED=tier is not None)
+    if tier is not None and first:
+        tier.start_token(desc)
     pieces, tiles = policy.pieces(P, UB), -(-G // HEADS.value)
     stripes = max(1, per_row(tune.score_waves) // tiles - pieces) if on_gpu else 2
     rank_kernel[(rows, pieces + stripes, tiles)](
@@ -171,6 +177,7 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
         key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P,
         UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=policy.tail_blocks(UB), R4=R4, R2=R2,
         PIECES=pieces, FT=max(P, PIECE), TT=16, TYPE=TYPES[shape.dtype], PTX=on_gpu, CAP=cap, OVERLAP=overlap,
+        **(RESIDENT_RANK if tier is None else tier.rank_constants(policy.tail_blocks(UB))),
         num_warps=1, num_stages=1, **({"maxnreg": tune.rank_registers} if tune.rank_registers and on_gpu else {}))
     # Planned a little beyond the threshold, because the masses that will be found are not quite those estimated.
     need = policy.threshold if policy.by_estimate else policy.threshold + PLAN * (1.0 - policy.threshold)
@@ -178,14 +185,16 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     select_kernel[(rows,)](
         desc, work.forced_mass, work.total, work.info, need, policy.max_blocks, policy.min_blocks, policy.min_context,
         policy.top_share, **common, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces,
-        FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min, **search, **start,
-        num_warps=tune.select_warps, num_stages=1)
+        FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min, **search,
+        **(RESIDENT_SELECT if tier is None else tier.select_constants()), **start, num_warps=tune.select_warps, num_stages=1)
+    if tier is not None:
+        tier.fetch(desc, **start)
 
     out = torch.empty(B, 1, H * G, DV, dtype=query.dtype, device=query.device)
     sinks_given = sinks is not None
     sinks = sinks if sinks_given else work.total
     verify = not (policy.never or policy.by_estimate)
-    read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, TYPE=TYPES[shape.dtype], CAP=cap, **start)
+    read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, TYPE=TYPES[shape.dtype], CAP=cap, **tiered, **start)
     attend_kernel[(rows, per_row(how.waves))](
         desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read, CB=CB,
         TT=max(P, min(how.tile, CB * P, 16384 // DP)), num_warps=how.warps, num_stages=1)

@@ -40,7 +40,8 @@ def extend_kernel(desc, Q, TOT, INFO, MASS, LEFT, SINK_LOGITS, OUT, q_b, q_h, sc
                   G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
                   DVP: tl.constexpr, P: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr,
                   SINKS: tl.constexpr, GROUP_MIN: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr,
-                  PROGRAMS: tl.constexpr, PP: tl.constexpr, OCTAVES: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr):
+                  PROGRAMS: tl.constexpr, PP: tl.constexpr, OCTAVES: tl.constexpr, STEPS: tl.constexpr, TIERED: tl.constexpr,
+                  OVERLAP: tl.constexpr):
     """Programs (row and KV head, one of PROGRAMS stripes of the row); most return at once. Corrects OUT and the statistics.
 
     INFO[5]: whether the row needs more; INFO[6]: programs that are done. MASS, LEFT: see `merge_kernel`.
@@ -103,8 +104,9 @@ def extend_kernel(desc, Q, TOT, INFO, MASS, LEFT, SINK_LOGITS, OUT, q_b, q_h, sc
             known += tl.sum(tl.where(inside[None, :], p1, 0.0), 1)
             listed += tl.sum(inside.to(tl.int32), 0)
         tl.debug_barrier()
-        attend_blocks(kv, row, mine, element, queries(Q, pid, q_b, q_h, H, G, RQ, D, DP), scale, softcap, 0, listed,
-                      listed * P, part + stripe * GP * DVP, part_mass + stripe * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE, CAP)
+        attend_blocks(desc, kv, row, mine, element, queries(Q, pid, q_b, q_h, H, G, RQ, D, DP), scale, softcap, 0, listed,
+                      listed * P, part + stripe * GP * DVP, part_mass + stripe * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE, CAP,
+                      TIERED)
         tl.store(part_left + stripe * GP + rg, known)
         counters = d.address(desc, d.COUNTERS, tl.float64)
         tl.atomic_add(counters, listed.to(tl.float64))

@@ -17,14 +17,15 @@ def rank_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, soft
                 P: tl.constexpr, UB: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, TAIL: tl.constexpr,
                 R4: tl.constexpr, R2: tl.constexpr, PIECES: tl.constexpr,
                 FT: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr, CAP: tl.constexpr,
-                OVERLAP: tl.constexpr):
+                TIERED: tl.constexpr, POLICY: tl.constexpr, BYTES: tl.constexpr, WORD: tl.constexpr, COPY: tl.constexpr,
+                LEAVING: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs (row and KV head, piece or stripe, HEADS query heads). Arguments are those of `append` and `score`."""
     let_next_start(OVERLAP)
     pid, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part < PIECES:
         if tl.program_id(2) == 0:
             append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, pid, part, H, G, GP, D, DP, DV, DVP,
-                   P, UB, SINK, RECENT, TAIL, R4, R2, PIECES, FT, TT, TYPE, CAP)
+                   P, UB, SINK, RECENT, TAIL, R4, R2, PIECES, FT, TT, TYPE, CAP, TIERED, POLICY, BYTES, WORD, COPY, LEAVING)
     else:
         score(desc, Q, q_b, q_h, scale, softcap, pid, part - PIECES, tl.num_programs(1) - PIECES, H, G, GP, D, P, UB, R4, R2,
               PTX, CAP)

@@ -2,12 +2,13 @@
 
 A layer's step, each line a launch that sees all of the one before:
 
+    rank        `admit` and `settle`: the block that a token opens gets a slot, the one that it closes goes to the host
     select      its programs call `touch` with what they plan to read: slots are stamped, what has none is listed once
     fetch       a few programs give every listed block a slot and copy it in; the last one to finish ends the step
     attend      reads blocks from their slots
 
-and once a token, before the first layer, `admit_kernel` gives slots to the blocks that this token opens, and anywhere
-between two fetches the kernels of `victims.py` put slots in the order of eviction. The append kernel calls `settle`.
+Beside the ranking, `append` calls `admit` for the slot that its token goes to, and `settle` for what follows from the token.
+Once a token, between two fetches, the kernels of `victims.py` put slots in the order of eviction.
 
 **Who may write what.** A slot is claimed by a compare-and-swap on its stamp `use`, which can succeed for one program
 of a tick only; from then on all that is known of it belongs to that program. So the queue and the hand only propose
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 
 from . import descriptor as d
+from .overlap import let_next_start, wait_for_previous
 
 # RESIDENCY, int64: this layer step's number, length of the miss list, next of the queue and its length, tick at which
 # it was filled, the hand that goes round when the queue has run out, fetch programs that are done, blocks that got no
@@ -158,15 +160,17 @@ def _assign(desc, state, block, slot, USED: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constexpr, LAYERS: tl.constexpr,
-                 POLICY: tl.constexpr):
+                 POLICY: tl.constexpr, OVERLAP: tl.constexpr):
     """Every block of the miss list into a slot, by a few programs; the last one to finish begins the next layer step.
 
     BYTES: of a block. WORD: the type it is copied in, int32 where its bytes allow it. TILE: words in flight a program.
     """
+    let_next_start(OVERLAP)
     WORDS: tl.constexpr = BYTES // (WORD.primitive_bitwidth // 8)
     state = d.address(desc, d.RESIDENCY, tl.int64)
     misses = d.address(desc, d.MISSES, tl.int64)
     host, kv = d.address(desc, d.HOST, WORD), d.address(desc, d.KV, WORD)
+    wait_for_previous(OVERLAP)
     missed, tick = tl.load(state + MISSED).to(tl.int32), tl.load(state + TICK)
     r = tl.arange(0, TILE)
     for m in range(tl.program_id(0), missed, tl.num_programs(0)):
@@ -192,30 +196,28 @@ def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def admit(desc, block, POLICY: tl.constexpr):
-    """A slot for a block that is about to be written, pinned. Any number of programs may ask for the same one.
+def admit(desc, block, opened, POLICY: tl.constexpr):
+    """The slot of the block that a token is written to; it gets one, pinned, if the token opens it.
 
-    Not in a launch that reads or opens blocks which have slots and are not pinned: they may be taken meanwhile.
+    Not in a launch in which others trust slots that are not pinned: they may be taken meanwhile.
     """
-    state = d.address(desc, d.RESIDENCY, tl.int64)
     slot_of, pinned = d.address(desc, d.SLOT_OF, tl.int64), d.address(desc, d.PINNED, tl.int8)
-    if block > 0:
-        slot = tl.atomic_cas(slot_of + block, tl.full([], 0, tl.int64), tl.full([], -1, tl.int64), sem="relaxed")
-        if slot == 0:
-            slot = _take(desc, state, tl.load(state + TICK))
-            _assign(desc, state, block, slot, False, POLICY)
-        tl.store(pinned + slot, 1, mask=slot > 0)
+    slot = tl.load(slot_of + block)
+    if opened & (slot <= 0):
+        state = d.address(desc, d.RESIDENCY, tl.int64)
+        slot = _take(desc, state, tl.load(state + TICK))
+        _assign(desc, state, block, slot, False, POLICY)
+    tl.store(pinned + slot, 1, mask=opened & (slot > 0))
+    return slot
 
 
 @triton.jit
-def admit_kernel(DESC, fields, H: tl.constexpr, P: tl.constexpr, POLICY: tl.constexpr):
-    """Slots for the blocks that a token opens. Programs (row and KV head, layer); DESC int64 [layers, fields]."""
+def admit_kernel(desc, H: tl.constexpr, P: tl.constexpr, POLICY: tl.constexpr):
+    """`admit` by itself, one program a row and KV head."""
     pid = tl.program_id(0).to(tl.int64)
-    desc = DESC + tl.program_id(1) * fields
     length = tl.load(d.address(desc, d.LENGTHS, tl.int64) + pid // H)
-    if length % P == 0:
-        row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
-        admit(desc, tl.load(row + length // P), POLICY)
+    row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
+    admit(desc, tl.load(row + length // P), length % P == 0, POLICY)
 
 
 @triton.jit

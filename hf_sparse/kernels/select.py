@@ -12,6 +12,7 @@ import triton.language as tl
 from . import descriptor as d
 from .append import forced_masses
 from .overlap import let_next_start, wait_for_previous
+from .residency import touch
 
 # The search goes over this many octaves below the largest share and ends with bins of 1 / 21 octave, or 3 %.
 OCTAVES = 24
@@ -56,7 +57,8 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
                   H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
                   SINK: tl.constexpr, RECENT: tl.constexpr, PIECES: tl.constexpr, FP: tl.constexpr,
                   NEVER: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, OCTAVES: tl.constexpr,
-                  STEPS: tl.constexpr, OVERLAP: tl.constexpr):
+                  STEPS: tl.constexpr, TIERED: tl.constexpr, POLICY: tl.constexpr, TOUCHED: tl.constexpr,
+                  OVERLAP: tl.constexpr):
     """One program a row and KV head.
 
     MF [B, H, PIECES, GP]: log2 mass of the always-read blocks. need: blocks are planned until the estimated coverage is this.
@@ -65,7 +67,7 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
 
     Writes TOT [B, H, GP]: log2 of the estimated total mass; INFO [B, H, 8] int32: blocks planned, candidates, always-read
     blocks, how many candidates may be read, the bits of the share from which blocks are planned; RANKED: the planned blocks;
-    SHARE.
+    SHARE. TIERED: what is planned is looked up in the pool, TOUCHED blocks at a time.
     """
     let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
@@ -156,9 +158,13 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
         tl.store(ranked + place, n.to(tl.int64), mask=inside & (place < count))
         both = tl.sum(one, 0)
         sure_before, bin_before = sure_before + (both & 0xFFFF), bin_before + (both >> 16)
+    planned = tl.minimum(certain + bin_before, count)
     info = INFO + pid * 8
-    tl.store(info, tl.minimum(certain + bin_before, count))
+    tl.store(info, planned)
     tl.store(info + 1, candidates)
     tl.store(info + 2, forced)
     tl.store(info + 3, count)
     tl.store(info + 4, cut)
+    if TIERED:
+        row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
+        touch(desc, row, ranked, planned, POLICY, TOUCHED)

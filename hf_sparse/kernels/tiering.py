@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .residency import POLICIES, admit_kernel, fetch_kernel
+from .residency import POLICIES, fetch_kernel
 from .victims import BIN_COUNT, count_victims_kernel, queue_victims_kernel
 
 
@@ -18,6 +18,8 @@ class Tuning:
     fetch_programs: int = 32        # more would take processors from the step, fewer would not fill the bus
     fetch_warps: int = 4
     fetch_tile: int = 16384         # bytes in flight a program
+    settle_tile: int = 512          # words in flight of the one warp that copies a closed block to the host
+    touched: int = 256              # planned blocks looked up at once, at least the threads of the selection
     victim_programs: int = 64
     victim_warps: int = 4
     count_tile: int = 1024
@@ -33,6 +35,39 @@ def copy_types(block_bytes: int) -> dict:
     word, size = next((word, size) for word, size in words if block_bytes % size == 0)
     return {"BYTES": block_bytes, "WORD": word,
             "TILE": min(triton.next_power_of_2(block_bytes // size), TUNING.fetch_tile // size)}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """What kernels are compiled for when blocks live in the host tier too."""
+
+    block_bytes: int
+    eviction: str
+    layers: int                                             # of the pool
+
+    def rank_constants(self, leaving: int) -> dict:
+        """Constants of `append`; `leaving`: the most blocks that leave the tail at once."""
+        types = copy_types(self.block_bytes)
+        return {"TIERED": True, "POLICY": POLICIES[self.eviction], "BYTES": self.block_bytes, "WORD": types["WORD"],
+                "COPY": min(types["TILE"], TUNING.settle_tile), "LEAVING": triton.next_power_of_2(leaving)}
+
+    def select_constants(self) -> dict:
+        return {"TIERED": True, "POLICY": POLICIES[self.eviction], "TOUCHED": TUNING.touched}
+
+    def start_token(self, desc: torch.Tensor) -> None:
+        """Once a token, before its first layer: who is evicted next. desc: int64 [FIELDS] of any layer of the pool."""
+        queue_victims(desc, self.eviction)
+
+    def fetch(self, desc: torch.Tensor, **start) -> None:
+        """Slots and contents for what the selection has listed; ends the layer step. `start`: how it is launched."""
+        fetch_kernel[(TUNING.fetch_programs,)](
+            desc, **copy_types(self.block_bytes), LAYERS=self.layers, POLICY=POLICIES[self.eviction],
+            **{"OVERLAP": False, **start}, num_warps=TUNING.fetch_warps, num_stages=1)
+
+
+# Without a host tier.
+RESIDENT_RANK = {"TIERED": False, "POLICY": 0, "BYTES": 0, "WORD": tl.int8, "COPY": 1, "LEAVING": 1}
+RESIDENT_SELECT = {"TIERED": False, "POLICY": 0, "TOUCHED": 1}
 
 
 class TierWork:
@@ -55,18 +90,6 @@ class TierWork:
         tensors = [pool.host, pool.slot_of, pool.block_in, pool.priority, pool.pinned, pool.history, pool.clock,
                    pool.counters, self.use, self.state, self.misses, self.queue, self.bins]
         return [tensor.data_ptr() for tensor in tensors] + [pool.slots, self.queue.shape[0]]
-
-
-def fetch(desc: torch.Tensor, block_bytes: int, layers: int, policy: str) -> None:
-    """Slots and contents for what `touch` has listed; ends the layer step. desc: int64 [FIELDS]."""
-    fetch_kernel[(TUNING.fetch_programs,)](desc, **copy_types(block_bytes), LAYERS=layers, POLICY=POLICIES[policy],
-                                           num_warps=TUNING.fetch_warps, num_stages=1)
-
-
-def admit(descs: torch.Tensor, rows: int, heads: int, block_size: int, policy: str) -> None:
-    """Once a token, before its first layer: slots for the blocks that it opens. descs: int64 [layers, FIELDS]."""
-    admit_kernel[(rows * heads, descs.shape[0])](descs, descs.stride(0), H=heads, P=block_size, POLICY=POLICIES[policy],
-                                                 num_warps=1, num_stages=1)
 
 
 def queue_victims(desc: torch.Tensor, policy: str) -> None:

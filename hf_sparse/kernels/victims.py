@@ -4,7 +4,7 @@ Two launches over the whole pool. The first counts the slots in each of 512 bins
 from these counts every program of the second knows where its slots go. Within a bin, a sixteenth of an octave of age,
 the order is that of the slots. Each launch reads 9 bytes a slot.
 
-They run between two launches that take slots (`fetch_kernel`, `admit_kernel`), beside anything else: what is in the
+They run between two launches that take slots (rank and fetch), beside anything else: what is in the
 queue is a proposal and is looked at again when its turn comes, so a priority that changes meanwhile costs order only.
 """
 from __future__ import annotations

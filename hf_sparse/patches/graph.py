@@ -7,6 +7,7 @@ So one graph serves every cache of that batch size, at every length.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import warnings
 import weakref
@@ -15,6 +16,7 @@ import torch
 from torch.library import custom_op
 
 from ..cache.layer import PSALayer
+from ..cache.owner import Change
 from ..cache.psa_cache import PSACache
 from ..compat import CACHE_ARGUMENT, CACHE_NAMES, Cache, CacheLayerMixin
 from .capture import CapturedCall, fingerprint, signature
@@ -24,6 +26,8 @@ STEP_LENGTH = 2**40 + 7
 
 _STEPS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
+# Threads take turns in making steps, and in compiling them, which is done under settings of the whole process.
+_MAKING = threading.Lock()
 
 
 class StepHandle:
@@ -75,9 +79,14 @@ class StepCache(Cache):
 
 
 class GraphedStep:
-    """Decoding with one batch size: the compiled call, its StepCache, the kernels' StaticStep, and the captures."""
+    """Decoding with one batch size: the compiled call, its StepCache, the kernels' StaticStep, and the captures.
+
+    Threads take turns, a token each, as descriptors and work buffers are one cache's at a time.
+    """
 
     def __init__(self, model, static, layers: int, device: torch.device):
+        self.lock = threading.Lock()
+        self.ended: tuple | None = None                     # stream of the last call, and the event of its end
         self.number = next(_NUMBERS)
         _STEPS[self.number] = self
         self.static, self.device = static, device
@@ -88,6 +97,7 @@ class GraphedStep:
         self.bound: list[PSALayer] = []
         self.cache_in_use = lambda: None                    # weak: a step must not keep a cache's memory
         self.room = 0                                       # tokens up to which nothing needs to be prepared
+        self.version = 0                                    # of all that the descriptors name
         self.tokens = -1                                    # what the device's token count is
         self.first_call_seconds = 0.0
 
@@ -106,25 +116,50 @@ class GraphedStep:
 
     def __call__(self, cache: PSACache, inputs: dict, key: tuple):
         layers = cache.sparse_layers
-        length = layers[0].length
-        if length >= self.room:                             # seldom: the step itself must not wait for Python
-            for layer in layers:
-                layer.begin_step()
-            self.static.prepare(layers)
-            self.room = min(layer.room() for layer in layers)
-        if length != self.tokens:
-            self.cache.tokens.fill_(length)
-        call = self.captures.get(key)
-        if call is None or call.replay is None:
-            outputs = self._first_calls(layers, key, inputs)
-        else:
-            outputs = call(inputs)
-        self.tokens = length + 1
-        for layer in layers:
-            layer.end_step()
+        # The pool is also its forks', which must not move it between the preparation and the launch.
+        with self.lock, layers[0].pool.lock:
+            self._wait()
+            outputs = self._decode(cache, layers, inputs, key)
+            if self.device.type == "cuda":
+                self.ended = torch.cuda.current_stream(self.device), torch.cuda.Event()
+                self.ended[1].record(self.ended[0])
         for name in CACHE_NAMES:
             if name in outputs:
                 outputs[name] = cache
+        return outputs
+
+    def _wait(self) -> None:
+        """For the last call, if it was another stream's."""
+        if self.ended is not None:
+            here = torch.cuda.current_stream(self.device)
+            if here != self.ended[0]:
+                here.wait_event(self.ended[1])
+
+    def _decode(self, cache: PSACache, layers: list[PSALayer], inputs: dict, key: tuple):
+        if self.cache_in_use() is not cache:
+            self.use(cache)
+        pool, length = layers[0].pool, layers[0].length
+        # Seldom: the step itself must not wait for Python.
+        if length >= self.room or length != self.tokens or _version(layers) != self.version:
+            with Change(cache.state, pool, (ValueError, torch.OutOfMemoryError)):
+                for layer in layers:
+                    layer.begin_step()
+                self.static.prepare(layers)
+            self.room, self.version = min(layer.room() for layer in layers), _version(layers)
+        if length != self.tokens:
+            self.cache.tokens.fill_(length)
+        call = self.captures.get(key)
+        first = call is None or call.replay is None
+        self.tokens = -1                                    # until it is through
+        if first:
+            outputs = self._first_calls(layers, key, inputs)
+        # What an exception leaves from here on, the layers can't tell.
+        with Change(cache.state, pool, ()):
+            if not first:
+                outputs = call(inputs)
+            for layer in layers:
+                layer.end_step()
+        self.tokens = length + 1
         return outputs
 
     def _first_calls(self, layers: list[PSALayer], key: tuple, inputs: dict):
@@ -132,14 +167,14 @@ class GraphedStep:
         started = time.perf_counter()
         lengths = [layer.lengths.clone() for layer in layers]
         call = self.captures.setdefault(key, CapturedCall(self._run, inputs, self.device))
-        self.bound, self.tokens = layers, -1
+        self.bound = layers
         try:
             # Every batch size compiles the same code anew, on purpose.
-            with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+            with _MAKING, torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
                 outputs = call(inputs)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        except Exception:
+        except BaseException:
             for layer, length in zip(layers, lengths):
                 layer.lengths.copy_(length)
             raise
@@ -147,6 +182,11 @@ class GraphedStep:
             self.bound = []                                 # whatever happened, the cache's memory is its owner's
         self.first_call_seconds += time.perf_counter() - started
         return outputs
+
+
+def _version(layers: list[PSALayer]) -> int:
+    """Versions only grow: this one is another whenever something of a layer or its pool has moved."""
+    return max(max(layer.version, layer.pool.version) for layer in layers)
 
 
 @custom_op("hf_sparse::decode", mutates_args=())
@@ -178,8 +218,6 @@ def get_compiled_call(self, compile_config=None):
             return self(**inputs)
         if looked_for() is not cache:                       # once a generate(): it waits for the device
             step, looked_for = _find_step(self, patch, cache, inputs), weakref.ref(cache)
-        if step is not None and step.cache_in_use() is not cache:
-            step.use(cache)
         key = None
         if step is not None:
             plain = {name: value for name, value in inputs.items() if name not in (*CACHE_NAMES, "attention_mask")}
@@ -211,7 +249,6 @@ def capturable(model, cache: PSACache) -> bool:
     """Whether every layer's decode step is the kernels', on one GPU."""
     return (cache.config.compile and model.device.type == "cuda" and model._hf_sparse.support == "sparse"
             and all(isinstance(layer, PSALayer) for layer in cache.layers)
-            and cache.config.host_bytes == 0
             and len(set((getattr(model, "hf_device_map", None) or {"": 0}).values())) == 1
             and getattr(model, "hf_quantizer", None) is None
             and cache.state.kernels(model.device, model.dtype))
@@ -234,13 +271,16 @@ def _find_step(model, patch, cache: PSACache, inputs: dict) -> GraphedStep | Non
     if not capturable(model, cache):
         return None
     key, layers, mask = _key(cache), cache.sparse_layers, inputs.get("attention_mask")
+    if not all(layer.in_reach() for layer in layers):
+        return None
     if key in patch.steps and patch.steps[key] is None:     # it could not be captured
         return None
     # Looked at once: from here on generate() only appends ones.
     if mask is not None and not (layers[0].agrees(mask[:, :-1].bool()) and bool(mask[:, -1].all())):
         return None
-    if key not in patch.steps or patch.steps[key].fingerprint != fingerprint(model):
-        patch.steps[key] = GraphedStep(model, cache.state.step(), len(layers), model.device)
-    step = patch.steps[key]
-    cache.state.static = step.static
+    with _MAKING:
+        step = patch.steps.get(key)
+        if step is None or step.fingerprint != fingerprint(model):
+            # Buffers of its own: those of the cache serve steps that are taken outside of it.
+            step = patch.steps[key] = GraphedStep(model, cache.state.new_step(), len(layers), model.device)
     return step

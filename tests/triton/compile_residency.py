@@ -10,7 +10,7 @@ import torch
 
 from hf_sparse.kernels import tiering
 from hf_sparse.kernels.descriptor import FIELDS
-from hf_sparse.kernels.residency import POLICIES, settle_kernel, touch_kernel
+from hf_sparse.kernels.residency import POLICIES, admit_kernel, settle_kernel, touch_kernel
 
 from .compile_kernels import Recorder, compile_launch
 
@@ -21,18 +21,18 @@ CASES = [(16384, "decayed"), (5120, "lru"), (2 * 999, "fifo")]
 def record(block_bytes: int, policy: str) -> list:
     """The launches of one token."""
     launches: list = []
-    names = ("fetch_kernel", "admit_kernel", "count_victims_kernel", "queue_victims_kernel")
+    names = ("fetch_kernel", "count_victims_kernel", "queue_victims_kernel")
     kernels = {name: getattr(tiering, name) for name in names}
     desc = torch.zeros(2, FIELDS, dtype=torch.int64)
     try:
         for name, kernel in kernels.items():
             setattr(tiering, name, Recorder(kernel, launches))
-        tiering.fetch(desc[0], block_bytes, 2, policy)
-        tiering.admit(desc, 2, 4, 32, policy)
+        tiering.Tier(block_bytes, policy, 2).fetch(desc[0])
         tiering.queue_victims(desc[0], policy)
     finally:
         for name, kernel in kernels.items():
             setattr(tiering, name, kernel)
+    Recorder(admit_kernel, launches)[1](desc[0], H=4, P=32, POLICY=POLICIES[policy], num_warps=1, num_stages=1)
     Recorder(touch_kernel, launches)[1](desc[0], torch.zeros(8, 8, dtype=torch.int32), POLICY=POLICIES[policy],
                                         TILE=512, num_warps=16, num_stages=1)
     Recorder(settle_kernel, launches)[1](desc[0], H=4, P=32, UB=4, SINK=1, RECENT=1, TAIL=8, POLICY=POLICIES[policy],

@@ -18,7 +18,7 @@ import torch
 from hf_sparse.eviction import POLICIES as RULES
 from hf_sparse.kernels import tiering
 from hf_sparse.kernels.descriptor import FIELDS, HOST
-from hf_sparse.kernels.residency import CURSOR, FAILED, MISSED, POLICIES, QUEUED, TICK, settle_kernel, touch_kernel
+from hf_sparse.kernels.residency import CURSOR, FAILED, MISSED, POLICIES, QUEUED, TICK, admit_kernel, settle_kernel, touch_kernel
 
 P, UB, SINK, RECENT, TAIL = 2, 2, 1, 1, 2                   # tokens a block, blocks a unit, and of the forced blocks
 EVICTION = ["lru", "fifo", "decayed"]
@@ -105,7 +105,8 @@ class Tier:
         return self.work.queue[:self.state(QUEUED)].tolist()
 
     def admit(self) -> None:
-        tiering.admit(self.descs, self.batch, self.heads, P, self.policy)
+        for desc in self.descs:
+            admit_kernel[(self.batch * self.heads,)](desc, H=self.heads, P=P, POLICY=POLICIES[self.policy])
 
     def settle(self, layer: int) -> None:
         settle_kernel[(self.batch * self.heads,)](
@@ -120,7 +121,7 @@ class Tier:
         touch_kernel[(len(wanted),)](self.descs[layer], self.info, POLICY=POLICIES[self.policy], TILE=8)
 
     def fetch(self) -> None:
-        tiering.fetch(self.descs[0], self.block_bytes, self.layers, self.policy)
+        tiering.Tier(self.block_bytes, self.policy, self.layers).fetch(self.descs[0])
 
     # -- what must hold -----------------------------------------------------------------------------------------------
     def draw(self, layer: int, most: int) -> list[list[int]]:
@@ -371,6 +372,6 @@ def test_kernels_compile(capability, tmp_path):
                           env={**environment, "TRITON_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr[-3000:]
     built = re.findall(rf"sm_{capability} (\w+)_kernel (\d+) bytes \w+: (\d+) bytes(, wide loads)?", done.stdout)
-    assert [name for name, *_ in built] == ["fetch", "admit", "count_victims", "queue_victims", "touch", "settle"] * 3
+    assert [name for name, *_ in built] == ["fetch", "count_victims", "queue_victims", "admit", "touch", "settle"] * 3
     assert all(int(size) > 1000 for *_, size, _ in built)
     assert [bool(wide) for name, *_, wide in built if name == "fetch"] == [True, True, False]      # 16 bytes a thread

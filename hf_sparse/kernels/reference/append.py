@@ -1,9 +1,11 @@
 """Write new keys and values into the blocks of a layer, without the padding."""
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from .fetch import acquire, is_tiered, read
+from .fetch import acquire, is_tiered, link_to_host, read, transfer
 
 
 def split(rows, block_size: int, key_dim: int, value_dim: int):
@@ -48,16 +50,35 @@ def append(tiers, table, lengths, keys, values, valid, block_size: int, sink_blo
             _pin(tiers, slots.reshape(-1))
             _write_through(tiers, ids.reshape(-1), slots.reshape(-1), closing.reshape(-1))
         return
-    _append_blocks(tiers, table, start, lengths, keys, values, valid, P, sink_blocks, tail_start, policy)
+    # Compact token order: the j-th valid token of a row.
+    source = torch.where(valid, torch.arange(count, device=keys.device), count).argsort(dim=1, stable=True)
+    link = link_to_host(tiers)
+    store = _store_through_cpu if link is None else functools.partial(_store_beside, link)
+    store(tiers, table, start, lengths, keys, values, source, P, sink_blocks, tail_start, policy)
 
 
-def _append_blocks(tiers, table, start, end, keys, values, valid, P, sink_blocks, tail_start, policy):
-    """Many tokens into a tiered pool: whole blocks go straight to the host tier, only the pinned ones take slots."""
+def _store_beside(link, tiers, table, start, end, keys, values, source, P, sink_blocks, tail_start, policy):
+    """Many tokens into a tiered pool, by one kernel: closed blocks to the host tier, only the pinned ones take slots."""
+    kv, host, slot_of = tiers[:3]
+    heads, count = keys.shape[1:3]
+    column = start[:, None] // P + torch.arange((count + P - 1) // P + 1, device=keys.device)
+    exists = column * P < end[:, None]                                                            # [B, C]
+    ids = table.gather(2, torch.where(exists, column, 0)[:, None].expand(-1, heads, -1))          # [B, H, C]
+    tail = (exists & ((column >= tail_start[:, None]) | (column < sink_blocks)))[:, None].expand_as(ids)
+    # The block that was open has left the tail, perhaps; its slot is needed once more.
+    opened = (exists & (column * P < start[:, None]))[:, None].expand_as(ids)
+    slots = acquire(tiers, ids.reshape(-1), (tail | opened).reshape(-1), policy, load=False)
+    _pin(tiers, torch.where(tail.reshape(-1), slots, 0))
+    end = end.clone()                                       # `lengths`, which the next token changes
+    link.run_beside(lambda: transfer().store_blocks(kv, host, slot_of, table, start, end, source, keys, values, P),
+                    kv, slot_of, table, start, end, source, keys, values)         # a dropped cache frees the pool, too
+
+
+def _store_through_cpu(tiers, table, start, end, keys, values, source, P, sink_blocks, tail_start, policy):
+    """The same, for a host tier that only the CPU reaches."""
     batch, heads, count, key_dim = keys.shape
     value_dim = values.shape[-1]
     kv, host = tiers[0], tiers[1]
-    # Compact token order: the j-th valid token of a row.
-    source = torch.where(valid, torch.arange(count, device=keys.device), count).argsort(dim=1, stable=True)
     blocks_touched = (count + P - 1) // P + 1
     for low in range(0, blocks_touched, 64):                       # bounded staging, whatever the prompt's length
         column = start[:, None] // P + torch.arange(low, min(low + 64, blocks_touched), device=keys.device)
@@ -86,7 +107,6 @@ def _append_blocks(tiers, table, start, end, keys, values, valid, P, sink_blocks
         _pin(tiers, torch.where(tail[:, None].expand_as(ids).reshape(-1), slots, 0))
 
 
-
 def _pin(tiers, slots):
     pinned = tiers[5]
     pinned[slots] = True
@@ -95,6 +115,9 @@ def _pin(tiers, slots):
 
 def _write_through(tiers, ids, slots, closing):
     kv, host = tiers[0], tiers[1]
+    if link_to_host(tiers):
+        transfer().copy_blocks(kv, host, slots, torch.where(closing, ids, 0))
+        return
     target = torch.where(closing, ids, 0).to(host.device)
     host.index_copy_(0, target, kv[torch.where(closing, slots, 0)].to(host.device))
 

@@ -11,19 +11,46 @@ scratch pair: whatever must not happen is sent there. `tiers` is the flat list t
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
 from ...eviction import POLICIES
+from ..host_link import link_of
 
 
 def is_tiered(tiers) -> bool:
     return len(tiers) > 1
 
 
+def link_to_host(tiers):
+    """The `HostLink` of tiers between which kernels move blocks (kernels/transfer.py); None: the CPU does."""
+    link = link_of(tiers[1]) if is_tiered(tiers) else None
+    return link if link is not None and transfer() is not None else None
+
+
+@lru_cache(maxsize=None)
+def transfer():
+    """kernels/transfer.py, or None without a Triton that can import it."""
+    try:
+        from .. import transfer as module
+    except Exception:  # noqa: BLE001 - whatever is wrong with it, copies through the CPU still work
+        return None
+    return module
+
+
 def from_host(host, blocks, device):
-    """Rows of the host tier on the pool's device."""
+    """Rows of the host tier on the pool's device, through the CPU."""
     return host.index_select(0, blocks.to(host.device)).to(device)
+
+
+def fill(tiers, blocks, slots):
+    """Contents of blocks [n] from the host tier into slots [n]; slot 0: nowhere."""
+    kv, host = tiers[:2]
+    if link_to_host(tiers):
+        transfer().copy_blocks(host, kv, blocks, slots)
+    else:
+        kv[slots] = from_host(host, torch.where(slots > 0, blocks, 0), kv.device)
 
 
 def acquire(tiers, blocks, wanted, policy: str, load: bool, use: bool = False, count: bool = False):
@@ -65,7 +92,7 @@ def acquire(tiers, blocks, wanted, policy: str, load: bool, use: bool = False, c
     rules = POLICIES[policy]
     priority[target] = rules.on_load(history[torch.where(lead, blocks, 0)], clock)
     if load:
-        kv[target] = from_host(host, torch.where(lead, blocks, 0), kv.device)
+        fill(tiers, blocks, target)
     slots = slot_of[blocks]
     if use:
         priority[slots] = rules.on_use(priority[slots], clock)
@@ -81,5 +108,7 @@ def read(tiers, blocks):
     if not is_tiered(tiers):
         return kv[blocks]
     host, slot_of = tiers[1], tiers[2]
+    if link_to_host(tiers):
+        return transfer().load_blocks(kv, host, slot_of, blocks)
     slots = slot_of[blocks]
     return torch.where((slots > 0)[:, None], kv[slots], from_host(host, blocks, kv.device))
