@@ -104,9 +104,9 @@ def main() -> None:
             limit = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
             if threshold >= 1.0 and found["kernel"] > limit:
                 raise SystemExit("kernels are wrong")
-            # Below 1 kernels read what lies above a cut, the reference whole rounds: a few blocks apart, not more.
-            if threshold < 1.0 and (found["apart"] > 0.4 or abs(found["fraction_kernel"] - found["fraction_reference"]) > 0.05
-                                    or abs(found["coverage_kernel"] - found["coverage_reference"]) > 0.05):
+            # Below 1 kernels read what lies above a cut, the reference whole rounds, and so a little more than it must.
+            if threshold < 1.0 and (found["apart"] > 0.4 or found["coverage_kernel"] < threshold - 0.005
+                                    or abs(found["fraction_kernel"] - found["fraction_reference"]) > 0.1):
                 raise SystemExit("kernels choose other blocks than the reference")
         for tokens in (4096, 32768, 131072):
             error = check_long(tokens)

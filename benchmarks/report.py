@@ -17,7 +17,10 @@ from collections.abc import Callable, Sequence
 HERE = pathlib.Path(__file__).resolve().parent
 DOCUMENT = HERE.parent / "docs" / "performance.md"
 NONE_YET = "Nothing is committed yet: run the command above on a GPU, then `python -m benchmarks.report`."
-MISSING = {"offload_h200.json": "Not measured yet: run `python -m benchmarks.offload` on a GPU, then `python -m benchmarks.report`."}
+MISSING = {
+    "offload_h200.json": "Not measured yet: run `python -m benchmarks.offload` on a GPU, then `python -m benchmarks.report`.",
+    "offload_real.json": "Not measured yet: run `python -m benchmarks.offload_real MODEL_DIR`, then `python -m benchmarks.report`.",
+}
 EMPTY = "-"
 
 PATHS = {  # rows of benchmarks.decode, in the order of the tables
@@ -190,8 +193,10 @@ def check_table(result: dict) -> str:
         found = {name: [entry[name] for entry in exact if name in entry] for name in ("kernel", "reference")}
         worst = [f"{max(errors):.1e}" if errors else EMPTY for errors in found.values()]
         apart = [abs(entry["fraction_kernel"] - entry["fraction_reference"]) for entry in below]
-        out.append([dtype.removeprefix("torch."), str(len({tuple(entry["shape"]) for entry in exact or below if "shape" in entry})),
-                    str(max((entry.get("tokens", 0) for entry in exact), default=0) or EMPTY), *worst, f"{max(apart):.3f}" if apart else EMPTY])
+        shapes = {tuple(entry["shape"]) for entry in exact or below if "shape" in entry}
+        longest = max((entry.get("tokens", 0) for entry in exact), default=0)
+        out.append([dtype.removeprefix("torch."), str(len(shapes)), str(longest or EMPTY), *worst,
+                    f"{max(apart):.3f}" if apart else EMPTY])
     return table(["type", "shapes", "longest row", "kernels against float64", "reference against float64",
                   "KV share read, kernels from reference, at most"], out)
 
@@ -274,6 +279,22 @@ def offload_check(result: dict) -> str:
     return table(["decoding", "as resident, bit for bit", "logits apart", "captured", "slots", "misses"], out)
 
 
+def real_table(result: dict) -> str:
+    """What a real model answered with a small pool, and with everything resident: one row a context."""
+    out = []
+    for row in latest(result["rows"], lambda row: (row["run_id"], row["name"], row["seed"], row["context"])):
+        questions = row["questions"]
+        same = sum(a == b for answer in row["answers"] for a, b in zip(answer["resident"], answer["offloaded"]))
+        out.append([row["name"], str(row["context"]), f"{row['pool_fraction']:.1%}", str(row["slots"]),
+                    f"{row['gpu_memory'] / 2**20:.1f}", f"{row['kv_bytes'] / 2**20:.1f}", f"{row['right_resident']} of {questions}",
+                    f"{row['right_offloaded']} of {questions}", f"{same} of {row['tokens']}",
+                    f"{row['logits_apart']:.1e}", percent(row["kv_fraction"]), number(row["misses_per_step"]),
+                    percent(row["hit_rate"]), row["run_id"]])
+    head = ["task", "context", "pool, of KV", "slots", "gpu_memory, MiB", "KV, MiB", "right, resident", "right, offloaded",
+            "same tokens", "logits apart", "KV read", "misses a step", "hits", "run"]
+    return f"{result['model']}, {result['dtype']}, threshold {result['threshold']}; {versions(result)}\n\n{table(head, out)}"
+
+
 def versions(result: dict) -> str:
     """One sentence: what the runs were made with."""
     found = dict(result["versions"])
@@ -297,6 +318,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "offload-copy": ("offload_h200.json", copy_table),
     "offload-hits": ("offload_h200.json", hits_table),
     "offload-check": ("offload_h200.json", offload_check),
+    "offload-real": ("offload_real.json", real_table),
 }
 
 

@@ -260,9 +260,9 @@ def test_report_writes_every_section_and_notices_a_stale_document(tmp_path):
     text = document.read_text(encoding="utf-8")
     assert report.NONE_YET not in text
     assert "NVIDIA X; torch 2.11.0." in text
-    assert "| 1 | 8192 | 50.0 (49.0-51.0) | 7.5 | - | - | - | 4.0 | cccc |" in text
+    assert "| 1 | 8192 | 50.0 (49.0-51.0) | 7.5 | - | - | - | - | 4.0 | cccc |" in text
     assert "| float32 | 1 | - | 1.0e-06 | 2.0e-06 | 0.030 |" in text
-    assert text.index("| rank | warps 2 | 9.0 |") < text.index("| rank | warps 8 | failed: no |")
+    assert text.index("| rank | 1 | warps 2 | 9.0 |") < text.index("| rank | 1 | warps 8 | failed: no |")
     assert report.main([*options, "--check"]) == 0
     document.write_text(text.replace("7.5", "7.4"), encoding="utf-8")
     assert report.main([*options, "--check"]) == 1

@@ -10,6 +10,7 @@ from ..kernels.reference.append import split, unpin
 from ..kernels.reference.fetch import acquire, read
 from .digest_store import DigestStore
 from .handle import KVHandle, KVLength, Pending
+from .owner import Change
 from .pool import next_version
 from .protocol import LayerProtocol
 from .state import CacheState
@@ -131,11 +132,17 @@ class LayerBlocks(LayerProtocol):
 
         Raises:
             ValueError: the byte budget or the host tier is too small; nothing has changed then.
+            torch.OutOfMemoryError: the device has no room; nothing has changed then.
         """
+        refusals = (ValueError, torch.OutOfMemoryError)
+        with self.pool.lock, Change(self.state, self.pool, refusals):
+            self._reserve_or_restore(length, refusals)
+
+    def _reserve_or_restore(self, length: int, refusals: tuple) -> None:
         before = self.table, self.digests.unit
         try:
             self._reserve(length)
-        except ValueError:
+        except refusals:
             self.pending = None                             # the tokens that there is no room for
             if self.length == 0:
                 for other in self.state.live_layers():      # a prompt that some layers have taken and this one can't
@@ -182,6 +189,10 @@ class LayerBlocks(LayerProtocol):
         self._append(pending.keys, pending.values, valid)
 
     def _append(self, keys, values, valid) -> None:
+        with self.pool.lock, Change(self.state, self.pool, ()):
+            self._store(keys, values, valid)
+
+    def _store(self, keys, values, valid) -> None:
         count = keys.shape[2]
         self.digests.settle(self.lengths)
         if valid is None:
@@ -215,7 +226,8 @@ class LayerBlocks(LayerProtocol):
         """Stored tokens without padding, [B, H, N * P, D] and [B, H, N * P, Dv]; beyond a row's length: anything."""
         used = -(-self.length // self.config.block_size)
         ids = self.table[:, :, :used]
-        rows = read(self.pool.tiers(), ids.reshape(-1)).view(*ids.shape, -1)
+        with self.pool.lock:
+            rows = read(self.pool.tiers(), ids.reshape(-1)).view(*ids.shape, -1)
         keys, values = split(rows, self.config.block_size, self.key_dim, self.value_dim)
         return keys.flatten(2, 3), values.flatten(2, 3)
 
@@ -251,13 +263,14 @@ class LayerBlocks(LayerProtocol):
         """From now on [B, T] says which stored tokens are real: those after the first change are stored again."""
         if self.agrees(valid):
             return
-        valid = valid.to(self.device)
-        now = torch.ones_like(valid) if self.valid is None else self.valid
-        first = int((valid != now).any(0).long().argmax())
-        keys, values = (part[:, :, first:].clone() for part in self.padded())
-        self.crop(first - self.length)
-        self.reserve(first + keys.shape[2])
-        self._append(keys, values, valid[:, first:])
+        with Change(self.state, refusals=()):
+            valid = valid.to(self.device)
+            now = torch.ones_like(valid) if self.valid is None else self.valid
+            first = int((valid != now).any(0).long().argmax())
+            keys, values = (part[:, :, first:].clone() for part in self.padded())
+            self.crop(first - self.length)
+            self.reserve(first + keys.shape[2])
+            self._append(keys, values, valid[:, first:])
 
     # -- rows -----------------------------------------------------------------------------------------------------------
     def _take_rows(self, index: torch.Tensor, release: bool = True) -> None:
@@ -266,9 +279,11 @@ class LayerBlocks(LayerProtocol):
         `release`: the present rows go away (else they stay with another layer object, as in a fork).
         """
         self._flush()
-        if not self.is_initialized:
-            return
-        index = index.to(self.device)
+        if self.is_initialized:
+            with self.pool.lock, Change(self.state, self.pool):
+                self._become(index.to(self.device), release)
+
+    def _become(self, index: torch.Tensor, release: bool) -> None:
         self.digests.settle(self.lengths)
         P, H = self.config.block_size, self.heads
         tiers = self.pool.tiers()
@@ -313,6 +328,16 @@ class LayerBlocks(LayerProtocol):
         if self.pool.tiered:
             tiers[5][slots] = True
             tiers[5][tiers[2][self.table[:, :, :self.config.sink_blocks]]] = True
+            self._hold_tail(tiers)
+
+    def _hold_tail(self, tiers) -> None:
+        """Slots for the always-read blocks of the present rows, pinned: else they come from the host tier at every token."""
+        last = (self.lengths + self.config.block_size - 1) // self.config.block_size
+        column = self.tail_start(self.lengths)[:, None] + torch.arange(self.tail_blocks + 1, device=self.device)
+        wanted = (column < last[:, None])[:, None].expand(-1, self.heads, -1).reshape(-1)
+        column = column.clamp(max=self.table.shape[2] - 1)[:, None].expand(-1, self.heads, -1)
+        slots = acquire(tiers, self.table.gather(2, column).reshape(-1), wanted, self.config.eviction, load=True)
+        tiers[5][slots] = True
 
     def crop(self, tokens: int) -> None:
         """Remove tokens at the end: negative, how many; positive, the length to keep. A closed block is reopened."""
@@ -350,7 +375,7 @@ class LayerBlocks(LayerProtocol):
             self.pool.join(new)
             try:
                 new._take_rows(torch.arange(self.batch, device=self.device), release=False)
-            except ValueError:
+            except BaseException:
                 new.reset()
                 raise
         return new
@@ -358,10 +383,7 @@ class LayerBlocks(LayerProtocol):
     def reset(self) -> None:
         """Forget everything and give the blocks back."""
         if self.is_initialized:
-            self.pool.drop()
-            self.pool.users.discard(self)
-            if self.pool.tiered and not self.pool.users:
-                self.pool.counters.zero_()
+            self.pool.leave(self)
         self._clear()
         self.stats = LayerStats(self.config.record_steps)
 

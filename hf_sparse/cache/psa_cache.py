@@ -11,6 +11,7 @@ from ..config import FORK_FIELDS, PSAConfig
 from ..selection.rounds import largest_round
 from ..sizes import format_bytes
 from .layer import PSALayer
+from .owner import Owner, alone
 from .state import CacheState
 from .window import WindowLayer
 
@@ -50,6 +51,8 @@ class PSACache(Cache):
         self.fingerprint = model_fingerprint(text)
         self._check_budget(text)
         self._model = None
+        self.owner = Owner()
+        self._entered: list | None = None                   # what layers held when a forward began that has not ended
         super().__init__(layers=layers)
 
     def _mirror(self, config, index: int, layer):
@@ -97,6 +100,7 @@ class PSACache(Cache):
     def sparse_layers(self) -> list[PSALayer]:
         return [layer for layer in self.layers if isinstance(layer, PSALayer)]
 
+    @alone
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens at the end of every row; a negative number says how many.
 
@@ -118,10 +122,21 @@ class PSACache(Cache):
         return -1
 
     def reset(self) -> None:
+        """Forget everything and give the blocks back; a cache that was interrupted is usable again."""
+        self.owner.run(self._reset)
+
+    def _reset(self) -> None:
+        self.state.torn = True                              # until all layers have let go
         super().reset()
-        self._model = None
+        self._model = self._entered = None
+        self.state.renew()
+
+    reorder_cache = alone(Cache.reorder_cache)
+    batch_repeat_interleave = alone(Cache.batch_repeat_interleave)
+    batch_select_indices = alone(Cache.batch_select_indices)
 
     # -- forks ------------------------------------------------------------------------------------------------------
+    @alone
     def fork(self, **overrides) -> PSACache:
         """A second cache that starts from the same tokens and shares their blocks; only open blocks are copied.
 
@@ -137,6 +152,7 @@ class PSACache(Cache):
                                  f"{', '.join(FORK_FIELDS)}.")
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
+        new.owner = Owner()
         new.config = self.config.replace(**overrides) if overrides else self.config
         new.state = CacheState(new.config, self.state.layers, self.state.pools, self.state.devices,
                                self.state.dense_expected, self.state.warned)
@@ -144,7 +160,7 @@ class PSACache(Cache):
         try:
             for layer in self.layers:
                 new.layers.append(layer.fork(new.state) if hasattr(layer, "fork") else copy.deepcopy(layer))
-        except ValueError:
+        except BaseException:
             new.reset()                                     # half a fork must not hold on to blocks
             raise
         return new
@@ -189,16 +205,45 @@ class PSACache(Cache):
         self._model = weakref.ref(model)
 
     def check_whole(self) -> None:
-        """Raise if a forward was interrupted between layers, which leaves them with different numbers of tokens.
+        """Raise if a forward, or a change of all layers, was interrupted and has left something half done.
 
         Raises:
             RuntimeError: says so; `reset()` makes the cache usable again.
         """
-        lengths = {layer.get_seq_length() for layer in self.layers
-                   if isinstance(layer, (PSALayer, WindowLayer)) and layer.is_initialized}
-        if len(lengths) > 1:
-            raise RuntimeError(f"The last forward with this PSACache was interrupted: its layers hold {min(lengths)} to "
-                               f"{max(lengths)} tokens. Call cache.reset() and feed the text again, or use a new cache.")
+        held = self._held()
+        lengths = {length for length in held if length is not None}
+        torn = len(lengths) > 1 or self.state.torn or any(
+            layer.pool.torn for layer in self.sparse_layers if layer.pool is not None)
+        # Layers that hold nothing yet tell of an interruption only if it is known that a forward did not end.
+        if self._entered is not None and held != self._entered:
+            torn = torn or None in held
+        if torn:
+            lengths = {length or 0 for length in held}
+            raise RuntimeError("The last use of this PSACache, or of a fork that shares its blocks, was interrupted (layers "
+                               f"hold {min(lengths)} to {max(lengths)} tokens). Call cache.reset() and feed the text again, "
+                               "or use a new cache.")
+        self._entered = None
+
+    def _held(self) -> list:
+        """Tokens in each layer; None: none yet."""
+        return [layer.get_seq_length() if layer.is_initialized else None for layer in self.layers
+                if isinstance(layer, (PSALayer, WindowLayer))]
+
+    def enter(self) -> None:
+        """A forward begins.
+
+        Raises:
+            RuntimeError: another thread is inside a call with this cache, or the last one has left it half changed.
+        """
+        self.owner.take()
+        self.check_whole()
+        self._entered = self._held()
+
+    def leave(self, finished: bool) -> None:
+        """A forward ends; if it failed, the next one looks at what it has left."""
+        if finished:
+            self._entered = None
+        self.owner.give_back()
 
     # -- statistics -----------------------------------------------------------------------------------------------------
     def stats(self) -> dict:

@@ -7,6 +7,7 @@ import torch
 
 from ..kernels.reference.dense import exact_attention
 from .handle import KVHandle, KVLength, Pending
+from .owner import Change
 from .protocol import LayerProtocol
 from .state import CacheState
 
@@ -102,6 +103,10 @@ class WindowLayer(LayerProtocol):
 
     def _store(self, pending: Pending, valid: torch.Tensor | None):
         """Put the new tokens into the ring; returns everything they may see, themselves included."""
+        with Change(self.state, refusals=()):
+            return self._write(pending, valid)
+
+    def _write(self, pending: Pending, valid: torch.Tensor | None):
         keys, values, flags = self._before(pending)
         count = pending.count
         if valid is None:

@@ -147,14 +147,14 @@ def sink_logits(SINK_LOGITS, h, G: tl.constexpr, GP: tl.constexpr, SINKS: tl.con
 
 
 @triton.jit
-def merge_kernel(desc, OF, MF, TOT, INFO, MASS, LEFT, SINK_LOGITS, OUT, threshold, H: tl.constexpr, G: tl.constexpr,
+def merge_kernel(desc, OF, MF, TOT, INFO, MASS, SINK_LOGITS, OUT, threshold, H: tl.constexpr, G: tl.constexpr,
                  GP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, CB: tl.constexpr, CT: tl.constexpr,
                  TYPE: tl.constexpr, SINKS: tl.constexpr, VERIFY: tl.constexpr, GROUP_MIN: tl.constexpr,
                  PIECES: tl.constexpr, FP: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs (row and KV head, query head of the group): all add up the same masses, each joins its own output.
 
-    OUT [B, Hq, DV]. VERIFY: the threshold holds for the mass really gathered; INFO says where it does not yet, and MASS and
-    LEFT [B, H, GP] what was gathered (log2) and which share of the estimates is unread.
+    OUT [B, Hq, DV]. VERIFY: the threshold holds for the mass really gathered; INFO says where it does not yet, and MASS
+    [B, H, GP] what was gathered (log2).
     """
     let_next_start(OVERLAP)
     pid, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -197,7 +197,6 @@ def merge_kernel(desc, OF, MF, TOT, INFO, MASS, LEFT, SINK_LOGITS, OUT, threshol
         if VERIFY:
             more = (mean_coverage(over_gathered, live, G, GROUP_MIN) < threshold) & (planned < count)
             tl.store(MASS + pid * GP + rg, mass)
-            tl.store(LEFT + pid * GP + rg, left)
         tl.store(info + 5, more.to(tl.int32))
         # Statistics, and the row's new length: the next to read it is the next step.
         covered = mean_coverage(over_gathered, live, G, False)

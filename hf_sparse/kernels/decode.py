@@ -82,7 +82,7 @@ class DecodeWork:
         pieces = policy.pieces(shape.block_size, shape.unit_blocks)
         self.forced, self.forced_mass = new(B, H, pieces, GP, value_pad), new(B, H, pieces, GP)
         self.total, self.info = new(B, H, GP), new(B, H, 8, dtype=torch.int32)
-        self.mass, self.left = new(B, H, GP), new(B, H, GP)
+        self.mass = new(B, H, GP)
         self.width = 0
         self.reserve(1)
 
@@ -127,6 +127,7 @@ class Tuning:
     merge_tile: int = 32            # chunks merged at once
     merge_warps: int = 4
     extend_programs: int = 32       # of a row and KV head, at most
+    extend_tile: int = 1024         # short rows are those that read on most often
     extend_warps: int = 8
     overlap: bool = True            # kernels of the chain start before the one before them has ended
 
@@ -181,11 +182,11 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
         num_warps=1, num_stages=1, **({"maxnreg": tune.rank_registers} if tune.rank_registers and on_gpu else {}))
     # Planned a little beyond the threshold, because the masses that will be found are not quite those estimated.
     need = policy.threshold if policy.by_estimate else policy.threshold + PLAN * (1.0 - policy.threshold)
-    search = dict(TILE=tune.select_tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS)
+    search = lambda tile: dict(TILE=tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS)  # noqa: E731
     select_kernel[(rows,)](
         desc, work.forced_mass, work.total, work.info, need, policy.max_blocks, policy.min_blocks, policy.min_context,
         policy.top_share, **common, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces,
-        FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min, **search,
+        FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min, **search(tune.select_tile),
         **(RESIDENT_SELECT if tier is None else tier.select_constants()), **start, num_warps=tune.select_warps, num_stages=1)
     if tier is not None:
         tier.fetch(desc, **start)
@@ -199,17 +200,17 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
         desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read, CB=CB,
         TT=max(P, min(how.tile, CB * P, 16384 // DP)), num_warps=how.warps, num_stages=1)
     merge_kernel[(rows, G)](
-        desc, work.forced, work.forced_mass, work.total, work.info, work.mass, work.left, sinks, out, policy.threshold,
+        desc, work.forced, work.forced_mass, work.total, work.info, work.mass, sinks, out, policy.threshold,
         **common, DV=DV, DVP=DVP, CB=CB, CT=tune.merge_tile, TYPE=TYPES[shape.dtype], SINKS=sinks_given, VERIFY=verify,
         GROUP_MIN=policy.group_min, PIECES=pieces, FP=triton.next_power_of_2(pieces), **start, num_warps=tune.merge_warps,
         num_stages=1)
     if verify:
         programs = min(per_row(1), tune.extend_programs) if on_gpu else 3
         extend_kernel[(rows, programs)](
-            desc, query, work.total, work.info, work.mass, work.left, sinks, out, query.stride(0), query.stride(1),
-            log2_scale, softcap, policy.threshold, **read, TT=max(P, min(64, 8192 // DP), 16), SINKS=sinks_given,
-            GROUP_MIN=policy.group_min, SINK=policy.sink_blocks, PROGRAMS=programs, PP=triton.next_power_of_2(programs), **search,
-            num_warps=tune.extend_warps, num_stages=1)
+            desc, query, work.info, work.mass, sinks, out, query.stride(0), query.stride(1), log2_scale, softcap,
+            policy.threshold, **read, TT=max(P, min(64, 8192 // DP), 16), SINKS=sinks_given,
+            GROUP_MIN=policy.group_min, SINK=policy.sink_blocks, PROGRAMS=programs, PP=triton.next_power_of_2(programs),
+            **search(tune.extend_tile), num_warps=tune.extend_warps, num_stages=1)
     return out
 
 

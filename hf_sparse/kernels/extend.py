@@ -36,7 +36,7 @@ def _below(p, weight, cut):
 
 
 @triton.jit
-def extend_kernel(desc, Q, TOT, INFO, MASS, LEFT, SINK_LOGITS, OUT, q_b, q_h, scale, softcap, threshold, H: tl.constexpr,
+def extend_kernel(desc, Q, INFO, MASS, SINK_LOGITS, OUT, q_b, q_h, scale, softcap, threshold, H: tl.constexpr,
                   G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
                   DVP: tl.constexpr, P: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr,
                   SINKS: tl.constexpr, GROUP_MIN: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr,
@@ -44,7 +44,7 @@ def extend_kernel(desc, Q, TOT, INFO, MASS, LEFT, SINK_LOGITS, OUT, q_b, q_h, sc
                   OVERLAP: tl.constexpr):
     """Programs (row and KV head, one of PROGRAMS stripes of the row); most return at once. Corrects OUT and the statistics.
 
-    INFO[5]: whether the row needs more; INFO[6]: programs that are done. MASS, LEFT: see `merge_kernel`.
+    INFO[5]: whether the row needs more; INFO[6]: programs that are done. MASS: see `merge_kernel`.
     """
     pid, stripe = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait_for_previous(OVERLAP)
@@ -60,16 +60,16 @@ def extend_kernel(desc, Q, TOT, INFO, MASS, LEFT, SINK_LOGITS, OUT, q_b, q_h, sc
         planned, candidates = tl.load(info), tl.load(info + 1)
         room, planned_cut = tl.load(info + 3) - planned, tl.load(info + 4)
         end = SINK + candidates
-        total, mass = tl.load(TOT + pid * GP + rg), tl.load(MASS + pid * GP + rg)
+        mass = tl.load(MASS + pid * GP + rg)
         sink = sink_logits(SINK_LOGITS, h, G, GP, SINKS)
         seen = tl.where(live, captured_mass(mass, sink, SINKS), float("inf"))
         rows = estimate + rg[:, None] * width
 
         p, weight = _unread(rows, shares, rt, SINK, end, width, planned_cut, seen, G, GROUP_MIN)
-        largest = tl.max(weight, 0)
+        largest, unread = tl.max(weight, 0), tl.sum(p, 1)
         for low in range(TILE, end, TILE):
             p1, w1 = _unread(rows, shares, low + rt, SINK, end, width, planned_cut, seen, G, GROUP_MIN)
-            largest = tl.maximum(largest, tl.max(w1, 0))
+            largest, unread = tl.maximum(largest, tl.max(w1, 0)), unread + tl.sum(p1, 1)
         # The highest cut that leaves little enough, or as many blocks as may be read; 1, all blocks, if none in reach does.
         bottom = tl.maximum(largest.to(tl.int32, bitcast=True) + 1 - (OCTAVES << 23), 1)
         cut, number = bottom, tl.zeros([], tl.int32)
@@ -131,8 +131,7 @@ def extend_kernel(desc, Q, TOT, INFO, MASS, LEFT, SINK_LOGITS, OUT, q_b, q_h, sc
                 out = OUT + ((b * H + h) * G + g) * DV + rv
                 old = tl.load(out, mask=rv < DV, other=0.0).to(tl.float32)
                 tl.store(out, (old * before + tl.sum(o * share[:, None], 0)).to(TYPE), mask=rv < DV)
-            left = tl.load(LEFT + pid * GP + rg) * tl.exp2(tl.minimum(total - seen, 100.0)) - tl.sum(e1, 0)
-            left = tl.maximum(left, 0.0) * tl.exp2(seen - now)
+            left = tl.maximum(unread - tl.sum(e1, 0), 0.0) * tl.where(live, tl.exp2(seen - now), 0.0)
             tl.atomic_add(counters + 2, mean_coverage(left, live, G, False).to(tl.float64))
             captured = d.address(desc, d.CAPTURED, tl.float32)
             tl.store(captured + pid * GP + rg, new * 0.6931471805599453)

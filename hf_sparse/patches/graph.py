@@ -148,6 +148,7 @@ class GraphedStep:
             self.room, self.version = min(layer.room() for layer in layers), _version(layers)
         if length != self.tokens:
             self.cache.tokens.fill_(length)
+        pool.wait()                                         # for what a fork's prompt stores beside
         call = self.captures.get(key)
         first = call is None or call.replay is None
         self.tokens = -1                                    # until it is through

@@ -7,6 +7,7 @@ import inspect
 import types
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -26,14 +27,14 @@ class PatchState:
 
     config: PSAConfig
     implementations: dict                                   # attention implementation by sub-config, as it was
-    hook: int                                               # id of the forward pre-hook
+    hooks: tuple[int, int]                                  # ids of the hooks before and after a forward
     support: str
     own: dict = field(default_factory=dict)                 # methods that were set on the model itself before
     steps: dict = field(default_factory=dict)               # captured decode steps by batch size
 
     def __deepcopy__(self, memo) -> PatchState:
         # A copy of a patched model is patched, and captures steps of its own.
-        return PatchState(self.config, dict(self.implementations), self.hook, self.support,
+        return PatchState(self.config, dict(self.implementations), self.hooks, self.support,
                           copy.deepcopy(self.own, memo))
 
 
@@ -73,9 +74,10 @@ def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides
     elif not sparse:
         warnings.warn(f"{type(target).__name__} has no full-attention layer, so there is nothing to make sparse.",
                       UserWarning, stacklevel=2)
-    hook = target.register_forward_pre_hook(_check_call, with_kwargs=True)
+    hooks = (target.register_forward_pre_hook(_check_call, with_kwargs=True).id,
+             target.register_forward_hook(_leave_call, with_kwargs=True, always_call=True).id)
     own = {name: target.__dict__[name] for name in _METHODS if name in target.__dict__}
-    setattr(target, _STATE, PatchState(config, implementations, hook.id, verdict.kind, own))
+    setattr(target, _STATE, PatchState(config, implementations, hooks, verdict.kind, own))
     target.last_psa_cache = None
     for name, function in _METHODS.items():
         if hasattr(type(target), name):
@@ -89,8 +91,11 @@ def unpatch_model(model):
     state = getattr(target, _STATE, None)
     if state is None:
         return model
-    target._forward_pre_hooks.pop(state.hook, None)
-    target._forward_pre_hooks_with_kwargs.pop(state.hook, None)
+    before, after = state.hooks
+    for hooks in (target._forward_pre_hooks, target._forward_pre_hooks_with_kwargs):
+        hooks.pop(before, None)
+    for hooks in (target._forward_hooks, target._forward_hooks_with_kwargs, target._forward_hooks_always_called):
+        hooks.pop(after, None)
     _restore(target, state.implementations)
     for name in (*_METHODS, "last_psa_cache", _STATE):
         target.__dict__.pop(name, None)
@@ -126,24 +131,30 @@ def generate(self, *args, **kwargs):
             if use_cache is False:
                 raise ValueError("use_cache=False with a PSACache: every step would be stored twice. Leave out one "
                                  "of them.")
-            _check_generate(self, cache, named, generation_config)
-            self.last_psa_cache = cache
         for name in CACHE_NAMES:
             kwargs.pop(name, None)
-        return inner(*args, **kwargs, **{CACHE_ARGUMENT: cache})
+        run = partial(inner, *args, **kwargs, **{CACHE_ARGUMENT: cache})
+        return _generate_with(self, cache, named, generation_config, run) if isinstance(cache, PSACache) else run()
     if use_cache is False or kwargs.get("cache_implementation") is not None:
         return inner(*args, **kwargs)                       # the caller chose otherwise
     self.last_psa_cache = None                              # its memory is free again before the next one takes any
     cache = PSACache(self.config, state.config)
-    _check_generate(self, cache, named, generation_config)
-    self.last_psa_cache = cache
     kwargs.update({CACHE_ARGUMENT: cache})
     if getattr(generation_config, "cache_implementation", None) is not None:
         kwargs["cache_implementation"] = None               # the model's default gives way to ours
     for name in CACHE_NAMES:
         if name != CACHE_ARGUMENT:
             kwargs.pop(name, None)
-    return inner(*args, **kwargs)
+    return _generate_with(self, cache, named, generation_config, partial(inner, *args, **kwargs))
+
+
+def _generate_with(model, cache: PSACache, kwargs: dict, generation_config, run):
+    def checked():
+        _check_generate(model, cache, kwargs, generation_config)
+        model.last_psa_cache = cache
+        return run()
+
+    return cache.owner.run(checked)                         # one thread, from the first token to the last
 
 
 _METHODS = {"generate": generate, "get_compiled_call": get_compiled_call,
@@ -155,6 +166,7 @@ def _check_generate(model, cache: PSACache, kwargs: dict, generation_config) -> 
     if kwargs.get("output_attentions", getattr(generation_config, "output_attentions", False)):
         raise NotImplementedError("output_attentions=True: sparse attention never has all attention weights. Use "
                                   "hf_sparse.unpatch_model(model) with attn_implementation='eager' for them.")
+    cache.check_whole()
     past = cache.tokens
     if past == 0:
         return
@@ -173,10 +185,7 @@ def _check_generate(model, cache: PSACache, kwargs: dict, generation_config) -> 
 
 def _check_call(module, args, kwargs):
     """Forward pre-hook: refuse before anything is computed, so that a cache never loses what it holds."""
-    if torch.compiler.is_compiling():
-        return
-    cache = next((kwargs[name] for name in CACHE_NAMES if isinstance(kwargs.get(name), PSACache)), None)
-    cache = cache or next((arg for arg in args if isinstance(arg, PSACache)), None)
+    cache = _cache_of(args, kwargs)
     if cache is None:
         return
     state = getattr(module, _STATE, None)
@@ -187,8 +196,8 @@ def _check_call(module, args, kwargs):
     if kwargs.get("output_attentions") or getattr(module.config.get_text_config(decoder=True), "output_attentions", False):
         raise NotImplementedError("output_attentions=True: sparse attention never has all attention weights. Use "
                                   "hf_sparse.unpatch_model(model) with attn_implementation='eager' for them.")
+    cache.enter()
     cache.bind(module)
-    cache.check_whole()
     held, inputs = cache.batch_size, kwargs.get("input_ids", kwargs.get("inputs_embeds"))
     if inputs is None and args and torch.is_tensor(args[0]):
         inputs = args[0]
@@ -198,6 +207,21 @@ def _check_call(module, args, kwargs):
                          "batch, cache.reset() to start again, or use a new cache.")
     cache.state.devices = len(set(map(str, (getattr(module, "hf_device_map", None) or {"": "0"}).values())))
     cache.state.dense_expected = state is not None and state.support == "dense"
+
+
+def _leave_call(module, args, kwargs, output) -> None:
+    """Forward hook, also of forwards that have failed: they have no output."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.leave(output is not None)
+
+
+def _cache_of(args, kwargs) -> PSACache | None:
+    """The PSACache that a forward was given."""
+    if torch.compiler.is_compiling():
+        return None
+    cache = next((kwargs[name] for name in CACHE_NAMES if isinstance(kwargs.get(name), PSACache)), None)
+    return cache or next((arg for arg in args if isinstance(arg, PSACache)), None)
 
 
 def _check(model) -> support.Support:

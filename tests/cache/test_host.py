@@ -4,6 +4,8 @@ which order things are let go of."""
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -208,6 +210,99 @@ def test_a_tier_that_is_dropped_while_it_is_being_pinned(driver):
     assert not thread.is_alive()
     # Of the three more chunks that were to come, the one that was under way.
     assert driver.released == list(driver.regions) and len(driver.released) in (4, 5)
+
+
+def test_a_machine_without_threads(driver, monkeypatch):
+    """Nobody waits for a thread that could not be started."""
+
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    tier = make_tier(2000)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.warns(UserWarning, match=r"can't be pinned \(can't start new thread"):
+        tier.ensure(10)
+    tier.ensure(100)
+    assert not tier.pinned and link_of(tier.rows) is None
+
+
+def test_an_interrupt_while_the_thread_is_started(driver, monkeypatch):
+    tier, original = make_tier(2000), threading.Thread.start
+
+    def start(self):
+        monkeypatch.setattr(threading.Thread, "start", original)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        tier.ensure(10)
+    tier.ensure(10)  # does not wait for what never ran
+    settle(tier)
+    assert tier.pinned and driver.pinned(tier) == 4 * CHUNK
+
+
+def test_a_wait_that_is_interrupted(driver):
+    """Ctrl-C while memory is being pinned: the next one waits again."""
+    tier = make_tier(2000)
+    driver.open.clear()
+    original, interrupted = tier._changed.wait_for, []
+
+    def wait_for(predicate):
+        if not interrupted:
+            interrupted.append(1)
+            raise KeyboardInterrupt
+        driver.open.set()
+        return original(predicate)
+
+    tier._changed.wait_for = wait_for
+    with pytest.raises(KeyboardInterrupt):
+        tier.ensure(500)
+    tier.ensure(500)
+    settle(tier)
+    assert tier.pinned and driver.pinned(tier) >= 500 * ROW_BYTES
+
+
+def test_two_tiers_at_once(driver):
+    """Each waits for its own memory, and a tier that is let go takes only its own from the driver."""
+    tiers = [make_tier(1500), make_tier(900)]
+    threads = [threading.Thread(target=tier.ensure, args=(blocks,)) for tier, blocks in zip(tiers, (1500, 900))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [driver.pinned(tier) for tier in tiers] == [1500 * ROW_BYTES, 900 * ROW_BYTES]
+    assert link_of(tiers[0].rows) is tiers[0].link and link_of(tiers[1].rows) is tiers[1].link
+    own = list(tiers[0]._regions)
+    for tier in tiers:
+        settle(tier)
+    del tier, threads, tiers[0]
+    gc.collect()
+    assert driver.released == own and driver.pinned(tiers[0]) == 900 * ROW_BYTES
+
+
+EXIT = """
+import sys, time, torch
+from hf_sparse.cache import host
+host.CHUNK_BYTES, host.AHEAD_BYTES = 2**16, 2**22
+started = []
+def register(address, size, device):
+    started.append(1)
+    time.sleep(0.02)
+host.register = register
+tier = host.HostTier(20000, 256, torch.float32, torch.device("cuda", 0))
+tier.ensure(1, expected=20000)
+thread = tier._thread
+assert thread.is_alive() and len(started) < 100
+print("alive", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "del tier"], ids=["end", "exit", "dropped"])
+def test_an_interpreter_that_ends_while_memory_is_being_pinned(end):
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", EXIT + end], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")
+    assert time.monotonic() - begun < 60
 
 
 def test_on_a_cpu_nothing_is_pinned_or_said(driver):

@@ -14,15 +14,17 @@ from triton.compiler import ASTSource
 
 from hf_sparse import PSAConfig
 from hf_sparse.cache.static import decode_policy
-from hf_sparse.kernels import decode
+from hf_sparse.kernels import decode, tiering
 
 POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.int8: "*i8", torch.float32: "*fp32", torch.float16: "*fp16",
             torch.bfloat16: "*bf16"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
-# query heads a group, head dim, block size, dtype, softcap, sinks, policy
+# query heads a group, head dim, block size, dtype, softcap, sinks, policy, eviction with a host tier
 CASES = [
-    (4, 128, 32, torch.bfloat16, 0.0, False, {"max_blocks": 128}),
-    (3, 80, 16, torch.float16, 30.0, True, {"group_stop": "min"}),
+    (4, 128, 32, torch.bfloat16, 0.0, False, {"max_blocks": 128}, None),
+    (3, 80, 16, torch.float16, 30.0, True, {"group_stop": "min"}, None),
+    (4, 128, 32, torch.bfloat16, 0.0, False, {}, "decayed"),
+    (7, 64, 32, torch.float16, 0.0, True, {}, "lru"),
 ]
 
 
@@ -36,26 +38,32 @@ class Recorder:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
 
-def record(capability, group, dim, block_size, dtype, softcap, sinks, settings) -> list:
+def record(capability, group, dim, block_size, dtype, softcap, sinks, settings, eviction) -> list:
     """The launches of one decode step."""
     launches: list = []
     names = ("rank_kernel", "select_kernel", "attend_kernel", "merge_kernel", "extend_kernel")
     kernels = {name: getattr(decode, name) for name in names}
+    fetch = tiering.fetch_kernel
     real = torch.cuda.get_device_properties, torch.cuda.get_device_capability
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
     torch.cuda.get_device_capability = lambda device: divmod(capability, 10)
     try:
         for name, kernel in kernels.items():
             setattr(decode, name, Recorder(kernel, launches))
+        tiering.fetch_kernel = Recorder(fetch, launches)
         high = -(-dim // 4)
         shape = decode.DecodeShape(1, 2, group, dim, dim, block_size, 128 // block_size, high, dim - high, dtype)
         policy = decode_policy(PSAConfig(block_size=block_size, **settings))
         work = decode.DecodeWork(shape, policy, torch.device("cpu"))
+        tier = None
+        if eviction is not None:
+            tier = tiering.Tier(2 * block_size * dim * dtype.itemsize, eviction, 2)
         query, key = torch.zeros(1, 2 * group, 1, dim, dtype=dtype), torch.zeros(1, 2, 1, dim, dtype=dtype)
         decode.decode_layer(torch.zeros(decode.FIELDS, dtype=torch.int64), work, query,
-                            key, key, torch.zeros(2 * group) if sinks else None, dim**-0.5, softcap)
+                            key, key, torch.zeros(2 * group) if sinks else None, dim**-0.5, softcap, tier)
     finally:
         torch.cuda.get_device_properties, torch.cuda.get_device_capability = real
+        tiering.fetch_kernel = fetch
         for name, kernel in kernels.items():
             setattr(decode, name, kernel)
     return launches

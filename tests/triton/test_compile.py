@@ -16,5 +16,6 @@ def test_kernels_compile(capability, tmp_path):
                           text=True, timeout=600, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     built = re.findall(rf"sm_{capability} (\w+)_kernel .*: (\d+) bytes", done.stdout)
-    assert [name for name, _ in built] == ["rank", "select", "attend", "merge"] * 2
+    resident, tiered = ([["rank", "select", *fetch, "attend", "merge", "extend"] for fetch in ([], ["fetch"])])
+    assert [name for name, _ in built] == resident * 2 + tiered * 2
     assert all(int(size) > 1000 for _, size in built)

@@ -220,6 +220,26 @@ def test_the_threshold_holds_where_the_estimates_were_too_high():
     assert layer.stats.as_dict(0, "psa", False)["coverage"] >= 0.9 - 1e-3
 
 
+@pytest.mark.parametrize("group_stop", ["mean", "min"])
+def test_what_is_read_on_is_joined_to_what_was_planned(group_stop):
+    """Estimates that are far too high for some blocks: little else is planned, and together with the rest it is dense."""
+    twins = make_twins(query_heads=6, tokens=700, block_size=8, threshold=0.9999, pads=(0, 0), group_stop=group_stop)
+    layer = twins.ours
+    layer.begin_step()
+    for name, part in zip(layer.digests.digest.unit_layout(torch.float32), layer.digests.unit):
+        if name == "minimum":
+            part[:, :, 1] += 6.0
+    sinks, query, key = torch.randn(6, generator=twins.generator), twins.draw(6, 16).abs(), twins.draw(2, 16)
+    ours = layer.attend(query, Pending(key, key, layer.length), None, None, 0.25, 0.0, sinks, None)
+    twins.reference.commit(Pending(key, key, twins.reference.length), None)
+    info = layer.state.static._work(layer).info
+    short = (info[..., 5] == 1) & (info[..., 0] < info[..., 1] // 2)
+    assert bool(short.any())                                # rows of which less than half was planned, and not enough
+    assert int(info[..., 6].abs().max()) == 0               # ready for the next step
+    torch.testing.assert_close(ours.double(), float64_attention(twins.reference, query, sinks=sinks), rtol=2e-3, atol=2e-3)
+    assert layer.stats.as_dict(0, "psa", False)["coverage"] >= 0.9999 - 1e-5
+
+
 @pytest.mark.parametrize("settings", [dict(policy="top_k", top_k=12), dict(threshold=0.9, max_blocks=12)], ids=str)
 def test_a_block_that_outweighs_the_others_is_read_wherever_it_is(settings):
     """The others' shares are too small for the search to tell apart, and there are more of them than the budget takes."""

@@ -80,7 +80,7 @@ class Run:
                 assert bool(pool.pinned[pool.slot_of[layer.table[row][:, tail]]].all())
 
 
-TOKENS, STEPS = 380, 6                                      # past a unit of 128 tokens, and a block
+TOKENS, STEPS = 380, 5                                      # past a unit of 128 tokens, and a block
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def smallest(name: str) -> int:
     return parse_bytes(re.search(r"at least ([\d.]+\w*B)", str(error.value)).group(1))
 
 
-@pytest.mark.parametrize(("factor", "eviction"), [(1.0, "lru"), (1.0, "fifo"), (1.1, "decayed"), (3.0, "decayed")])
+@pytest.mark.parametrize(("factor", "eviction"), [(1.0, "lru"), (1.1, "fifo"), (3.0, "decayed")])
 def test_every_pool_gives_the_same_outputs(factor, eviction):
     run = Run(TOKENS, gpu_memory=int(smallest("threshold") * factor), host_memory="4MiB", eviction=eviction)
     outputs = run.decode(STEPS)
