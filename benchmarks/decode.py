@@ -178,6 +178,12 @@ def check() -> dict:
                 error = max(float((a - b).abs().max()) for a, b in zip(outs[0].logits, dense.logits))
                 found[key]["against_dense"] = error
                 found[key]["tokens_as_dense"] = bool(torch.equal(outs[0].sequences, dense.sequences))
+                if dtype == torch.float32:
+                    patch_model(model.cpu(), min_context=0, threshold=1.0)
+                    there = model.generate(ids.cpu(), attention_mask=mask.cpu(), max_new_tokens=40, do_sample=False)
+                    unpatch_model(model)
+                    found[key]["tokens_as_cpu"] = bool(torch.equal(there, outs[0].sequences.cpu()))
+                    model.to("cuda")
             print(key, found[key], flush=True)
             # Where attention is sparse, a block at the edge of the plan may fall to either side as the query's last bits
             # differ: tokens must agree, logits need not.

@@ -119,6 +119,7 @@ def main() -> None:
         if batch == 4 and torch.cuda.get_device_properties(0).total_memory < 80e9:
             continue
         rows += timings(batch, tokens, run, args.sweep)
+    rows += stopping(131072, run)
     write(args.out, {"versions": versions(), "checks": checks, "rows": rows})
 
 
@@ -143,6 +144,51 @@ SWEEPS = {
                       for r in ((4, 128, 4, 3), (2, 64, 2, 4), (2, 32, 2, 12), (2, 32, 2, 6), (1, 32, 2, 12), (4, 32, 2, 12))],
     "merge_kernel": [dict(merge_tile=t, merge_warps=w) for t, w in ((32, 4), (32, 2), (32, 8))],
 }
+
+
+def chain_of(config: PSAConfig, batch: int, tokens: int, count: int):
+    """(chain, restore, layers, step) of synthetic layers: a token through all of them, and their lengths as they were."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    _, layers = synthetic_layers(count, batch, 32, 8, 128, tokens, dtype, device, config)
+    step = StaticStep(config, count)
+    for layer in layers:
+        layer.begin_step()
+    step.prepare(layers)
+    query = torch.randn(batch, 32, 1, 128, device=device).to(dtype)
+    key, value = (torch.randn(batch, 8, 1, 128, device=device).to(dtype) for _ in range(2))
+    lengths = [layer.lengths.clone() for layer in layers]
+
+    def chain():
+        for layer in layers:
+            step.run(layer, query, key, value, None, 128 ** -0.5, 0.0)
+
+    def restore():
+        for layer, saved in zip(layers, lengths):
+            layer.lengths.copy_(saved)
+
+    return chain, restore, layers, step
+
+
+def stopping(tokens: int, run: str) -> list[dict]:
+    """A chain that its threshold stops at about a tenth of the blocks, against one that reads them all."""
+    rows, threshold = [], 0.0
+    for name, wanted in (("stops", 0.1), ("never", 1.0)):
+        low, high = 0.0, 1.0
+        for _ in range(8 if wanted < 1.0 else 0):           # the threshold that reads so much of these keys
+            threshold = (low + high) / 2
+            chain, restore, layers, _ = chain_of(PSAConfig(threshold=threshold, min_context=0), 1, tokens, 1)
+            chain()
+            fraction = layers[0].stats.device_buffers(1, 8, 4, layers[0].device)[0]
+            low, high = (threshold, high) if float(fraction[0] / fraction[1]) < wanted else (low, threshold)
+        config = PSAConfig(threshold=threshold if wanted < 1.0 else 1.0, min_context=0)
+        chain, restore, layers, _ = chain_of(config, 1, tokens, 4)
+        times = [t / 4 * 1e3 for t in graph_times(chain)]
+        counted = layers[0].stats.counters
+        rows.append({"kernel": "stop", "name": name, "batch": 1, "context": tokens, "us": quantiles(times), "run_id": run,
+                     "threshold": config.threshold, "kv_fraction": round(float(counted[0] / counted[1]), 4)})
+        restore()
+        print(rows[-1], flush=True)
+    return rows
 
 
 def _plain(variant: dict) -> dict:
@@ -174,25 +220,7 @@ def sweep(chain, restore, batch: int, run: str) -> list[dict]:
 def timings(batch: int, tokens: int, run: str, sweep_too: bool = False) -> list[dict]:
     """Chain and single kernels, microseconds a layer, over several layers so that caches are cold."""
     count = 4 if tokens >= 32768 else 8
-    config = PSAConfig(threshold=0.85, min_context=0, max_blocks=128)
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    state, layers = synthetic_layers(count, batch, 32, 8, 128, tokens, dtype, device, config)
-    step = StaticStep(config, count)
-    for layer in layers:
-        layer.begin_step()
-    step.prepare(layers)
-    query = torch.randn(batch, 32, 1, 128, device=device).to(dtype)
-    key, value = (torch.randn(batch, 8, 1, 128, device=device).to(dtype) for _ in range(2))
-    lengths = [layer.lengths.clone() for layer in layers]
-
-    def chain():
-        for layer in layers:
-            step.run(layer, query, key, value, None, 128 ** -0.5, 0.0)
-
-    def restore():
-        for layer, saved in zip(layers, lengths):
-            layer.lengths.copy_(saved)
-
+    chain, restore, *_ = chain_of(PSAConfig(threshold=0.85, min_context=0, max_blocks=128), batch, tokens, count)
     times = [t / count * 1e3 for t in graph_times(chain)]
     restore()
     digest_bytes = tokens * 8 * batch * (32 * 4 + 96 * 2) / 8 * (1 + 4 * 128 * 8 / (128 * 320))

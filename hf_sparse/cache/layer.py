@@ -148,9 +148,11 @@ class PSALayer(LayerBlocks):
         if not store.calibrated or store.length_done < self.length:
             calibrated = store.calibrated
             store.provisional = self.length < self.config.min_context
-            self._digest()
-            if not calibrated:
-                self.version = next_version()
+            try:
+                self._digest()
+            finally:
+                if not calibrated:
+                    self.version = next_version()           # calibrating moves buffers, also if what follows fails
         self.pool.wait()
 
     def room(self) -> int:

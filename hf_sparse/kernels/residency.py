@@ -35,6 +35,8 @@ from .overlap import let_next_start, wait_for_previous
 TICK, MISSED, CURSOR, QUEUED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 BUILT, HAND, ARRIVED, FAILED = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 
+TRIES = tl.constexpr(4096)                                  # slots that the hand looks at for one block
+
 # Eviction policies (hf_sparse/eviction) as constants of a kernel.
 POLICIES = {"lru": 0, "fifo": 1, "decayed": 2}
 LRU, DECAYED = tl.constexpr(0), tl.constexpr(2)
@@ -130,9 +132,10 @@ def _take(desc, state, tick):
         taken = _claim(use, pinned, tl.load(queue + at), newest, tick)
         if taken == 0:
             at = tl.atomic_add(state + CURSOR, one, sem="relaxed")
-    # One round of the hand, whoever moves it on, passes every slot; what can be claimed is claimed on the way.
+    # One round of the hand, whoever moves it on, passes every slot; what can be claimed is claimed on the way. In a large
+    # pool a program gives up sooner: the way to the host is shorter.
     tries = tl.full([], 0, tl.int64)
-    while (taken == 0) & (tries < others):
+    while (taken == 0) & (tries < others) & (tries < TRIES):
         slot = 1 + tl.atomic_add(state + HAND, one, sem="relaxed") % others
         taken = _claim(use, pinned, slot, tick - 1, tick)
         tries += 1

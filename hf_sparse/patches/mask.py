@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..cache.handle import KVLength
+from ..cache.owner import Change
 from ..compat import causal_mask_function, query_length, sdpa_mask
 from .graph import STEP_LENGTH
 
@@ -65,8 +66,9 @@ def check_past(layer, padding: torch.Tensor, past: int) -> None:
         raise ValueError("attention_mask shows tokens that were masked when the PSACache received them, and that it "
                          "therefore never stored. Keep the padding of earlier turns masked, or use a new cache. "
                          "Nothing in the cache was changed.")
-    for other in layers:
-        other.hide(padding[:, :past])
+    with Change(layer.state, refusals=()):
+        for other in layers:
+            other.hide(padding[:, :past])
 
 
 def is_plain(mask_function) -> bool:
