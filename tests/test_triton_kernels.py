@@ -11,8 +11,8 @@ import pytest
 
 
 # Two processes beside each other, because interpreting is slow: (files, tests in them at least).
-SHARES = [(["tests/triton/test_decode_kernels.py"], 45),
-          (["tests/triton", "--ignore=tests/triton/test_decode_kernels.py"], 50)]
+STEPS = ["tests/triton/test_decode_kernels.py", "tests/triton/test_tiered_step.py"]
+SHARES = [(STEPS, 58), (["tests/triton", *(f"--ignore={file}" for file in STEPS)], 50)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -1,4 +1,4 @@
-"""Compile the decode kernels for a GPU that is not there: python -m tests.triton.compile_kernels [CAPABILITY ...]
+"""Compile the decode kernels for a GPU that is not there: python -m tests.triton.compile_kernels [CAPABILITY[:CASE,CASE] ...]
 
 The interpreter runs kernels as Python and sees neither types that change in a loop nor what an instruction set lacks.
 """
@@ -85,13 +85,14 @@ def compile_launch(kernel, args, kwargs, capability: int):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def main(capabilities: list[int]) -> None:
-    for capability in capabilities:
-        for case in CASES:
-            for kernel, args, kwargs in record(capability, *case):
-                compiled = compile_launch(kernel, args, kwargs, capability)
+def main(wanted: list[str]) -> None:
+    for part in wanted:
+        capability, _, cases = part.partition(":")
+        for case in [CASES[int(number)] for number in cases.split(",")] if cases else CASES:
+            for kernel, args, kwargs in record(int(capability), *case):
+                compiled = compile_launch(kernel, args, kwargs, int(capability))
                 print(f"sm_{capability} {kernel.__name__} group {case[0]} dim {case[1]}: {len(compiled.asm['cubin'])} bytes")
 
 
 if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]] or [80, 90])
+    main(sys.argv[1:] or ["80", "90"])
