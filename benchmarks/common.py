@@ -37,6 +37,14 @@ def run_id() -> str:
     return uuid.uuid4().hex[:8]
 
 
+def results(path: str, append: bool) -> dict:
+    """What a benchmark adds its rows to: the file's content, or an empty result."""
+    if append and os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    return {"versions": versions(), "check": None, "rows": []}
+
+
 def write(path: str, payload: dict) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:

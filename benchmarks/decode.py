@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import time
 
 import torch
@@ -23,7 +22,7 @@ from hf_sparse import PSACache, PSAConfig, patch_model, unpatch_model
 from hf_sparse.cache.static import StaticStep
 from hf_sparse.compat import CACHE_ARGUMENT
 
-from .common import graph_times, quantiles, run_id, versions, write
+from .common import graph_times, quantiles, results, run_id, write
 
 PEAK = 12.0
 BANDWIDTH = 4.26e12                                         # bytes a second: read plus write of a large copy
@@ -292,10 +291,7 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="keep the rows that the output file has")
     parser.add_argument("--out", default="benchmarks/results/decode_h200.json")
     args = parser.parse_args()
-    result = {"versions": versions(), "check": None, "rows": []}
-    if args.append and os.path.exists(args.out):
-        with open(args.out, encoding="utf-8") as file:
-            result = json.load(file)
+    result = results(args.out, args.append)
     if not args.skip_check:
         result["check"] = check()
     run, model = args.run or run_id(), build(args.shape, args.layers)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import time
 import traceback
@@ -36,7 +35,7 @@ from hf_sparse.sizes import parse_bytes
 
 from . import residency_simulation as simulation
 from .bandwidth import bandwidths
-from .common import quantiles, run_id, versions, write
+from .common import quantiles, results, run_id, write
 from .decode import attention_us, build, generate
 from .offload_check import check, failures
 from .synthetic import Queries, Shape, calibrate, fill, pieces, shape_of, synthetic_queries
@@ -286,10 +285,7 @@ def options(argv=None) -> argparse.Namespace:
 
 def main() -> int:
     args = options()
-    result = {"versions": versions(), "check": None, "rows": []}
-    if args.append and os.path.exists(args.out):
-        with open(args.out, encoding="utf-8") as file:
-            result = json.load(file)
+    result = results(args.out, args.append)
     if not args.skip_check:
         result["check"] = check()
         settle()
