@@ -196,6 +196,7 @@ def check() -> dict:
 
 
 def measure(model, name: str, batch: int, context: int, tokens: int, run: str, shape: str) -> dict:
+    model.last_psa_cache = None                              # of the row before: not this one's memory
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,8 @@
 """Decoding with the KV in host memory: a pool of blocks on the GPU against everything resident and transformers' own.
 
-    python -m benchmarks.offload [--rows copy,psa-resident,psa-offload,hits,offloaded] [--contexts 131072] [--batches 1]
-                                 [--pool 0.1,0.2 | --gpu-memory 8GiB] [--eviction decayed,lru,fifo]
+    python -m benchmarks.offload [--rows copy,psa-resident,psa-offload,copy-engine,hits,offloaded]
+                                 [--contexts 131072] [--batches 1] [--pool 0.1,0.2 | --gpu-memory 8GiB]
+                                 [--eviction decayed,lru,fifo] [--pools unified,per_layer]
 
 A Llama-3.1-8B shape with random weights in bf16 and a budget of 4096 tokens, through generate(). Keys, values and
 queries are synthetic (benchmarks/synthetic.py): there is no prompt to wait for, and a token shares as many blocks with the
@@ -10,7 +11,8 @@ one before as on real models. Rows:
     copy            bandwidths from pinned host memory: the copy engine, and the fetch kernel alone
     psa-resident    the patched model, all blocks in GPU memory
     psa-offload     the same with a pool of each size and each eviction policy, and the rest in host memory
-    hits            one pool for all layers against one for each, in a simulation that is fed what a decode reads
+    copy-engine     the same, fetched as the paper does, by a thread and the copy engine (fetcher="copy_engine")
+    hits            one pool for all layers against one for each: simulated, fed with what a decode reads, and measured
     offloaded       transformers' DynamicCache(offloading=True), a few tokens
 
 A small model is decoded first, with pools of every kind against everything resident (benchmarks/offload_check.py). Times
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import sys
 import time
@@ -31,6 +34,7 @@ from transformers import DynamicCache
 
 from hf_sparse import PSACache, PSAConfig, patch_model, unpatch_model
 from hf_sparse.cache.digest_store import DigestStore
+from hf_sparse.config import POOLS
 from hf_sparse.sizes import parse_bytes
 
 from . import residency_simulation as simulation
@@ -40,7 +44,7 @@ from .decode import attention_us, build, generate
 from .offload_check import check, failures
 from .synthetic import Queries, Shape, calibrate, fill, pieces, shape_of, synthetic_queries
 
-ROWS = ("copy", "psa-resident", "psa-offload", "hits", "offloaded")
+ROWS = ("copy", "psa-resident", "psa-offload", "copy-engine", "hits", "offloaded")
 BLOCKS = 128                                                # budget of a row and KV head: 4096 tokens
 STOCK_TOKENS = 7
 GB = 1e9
@@ -76,7 +80,7 @@ class Bench:
             traceback.print_exc()
         yield row
 
-    def psa_offload(self, place: dict, shape: Shape) -> Iterator[dict]:
+    def psa_offload(self, place: dict, shape: Shape, fetcher: str = "kernel", pool: str = "unified") -> Iterator[dict]:
         context = place["context"]
         queries, overlap = self.queries(shape, context)
         for eviction in self.args.eviction:
@@ -85,20 +89,24 @@ class Bench:
                 row = {**place, "eviction": eviction, "overlap": overlap}
                 try:
                     if cache is None:
-                        config = self.tiered(shape, context, budget, eviction)
+                        config = self.tiered(shape, context, budget, eviction, fetcher, pool)
                         cache, filled = self.filled(config, queries, context)
                         ids = self.ids(shape, context)
                     else:                                   # the next size of the same pool: no second fill, one capture
-                        cache.sparse_layers[0].pool.budget = budget
-                        cache.state.fit(cache.sparse_layers[0].pool)
+                        for one in pools_of(cache):
+                            one.budget = budget // one.pools
+                            cache.state.fit(one)
                         settle()
-                    fetcher = "kernel" if cache.sparse_layers[0].on_device(context) else "reference"
+                    used = fetcher if cache.sparse_layers[0].on_device(context) else "reference"
                     more, ids = self.decode(cache, queries, ids)
-                    row |= {"fetcher": fetcher, **filled, **more}
+                    row |= {"fetcher": used, **filled, **more}
                 except Exception as error:  # noqa: BLE001
                     row |= {"gpu_memory_gb": round(budget / GB, 3), **failure(error)}
                     cache = ids = None
                 yield row
+
+    def copy_engine(self, place: dict, shape: Shape) -> Iterator[dict]:
+        yield from self.psa_offload(place, shape, "copy_engine")
 
     def hits(self, place: dict, shape: Shape) -> Iterator[dict]:
         context, args = place["context"], self.args
@@ -114,10 +122,16 @@ class Bench:
         for fraction in args.pool:
             slots = int(fraction * shape.kv_bytes(context)) // cache.sparse_layers[0].pool.block_bytes - pinned
             for eviction in simulation.EVICTIONS:
-                for pool in ("unified", "per-layer"):
-                    rate = simulation.hit_rate(trace, slots, eviction, pool == "per-layer", args.warmup)
-                    yield {**place, "pool": pool, "eviction": eviction, "pool_fraction": fraction, "slots": slots,
-                           "hit_rate": round(rate, 4), "overlap": round(overlap, 4), "tokens": len(trace) - args.warmup}
+                for pool in args.pools:
+                    rate = simulation.hit_rate(trace, slots, eviction, pool == "per_layer", args.warmup)
+                    yield {**place, "how": "simulated", "pool": pool, "eviction": eviction, "pool_fraction": fraction,
+                           "slots": slots, "hit_rate": round(rate, 4), "overlap": round(overlap, 4),
+                           "tokens": len(trace) - args.warmup}
+        del cache                                           # its memory is the next one's
+        for pool in args.pools:
+            for row, fraction in zip(self.psa_offload(place, shape, pool=pool), itertools.cycle(args.pool)):
+                asked = {} if args.gpu_memory else {"pool_fraction": fraction}
+                yield {**row, "how": "measured", "pool": pool, **asked}
 
     def offloaded(self, place: dict, shape: Shape) -> Iterator[dict]:
         context = place["context"]
@@ -162,9 +176,11 @@ class Bench:
         side = shape.layers * (store.bytes_for(shape.batch, shape.heads, columns) + shape.batch * shape.heads * columns * 8)
         return [int(fraction * shape.kv_bytes(context)) + side for fraction in self.args.pool]
 
-    def tiered(self, shape: Shape, context: int, budget: int, eviction: str) -> PSAConfig:
+    def tiered(self, shape: Shape, context: int, budget: int, eviction: str, fetcher: str = "kernel",
+               pool: str = "unified") -> PSAConfig:
         host = int(1.05 * shape.kv_bytes(context + self.room())) + 2**28
-        return PSAConfig(max_blocks=BLOCKS, gpu_memory=budget, host_memory=host, eviction=eviction)
+        return PSAConfig(max_blocks=BLOCKS, gpu_memory=budget, host_memory=host, eviction=eviction, fetcher=fetcher,
+                         pool=pool, compile=fetcher == "kernel")
 
     def ids(self, shape: Shape, context: int) -> torch.Tensor:
         """A prompt of `context` tokens, which the cache has, and the one to go on with."""
@@ -195,6 +211,9 @@ class Bench:
         with synthetic_queries(queries):
             ids, _ = generate(self.model, ids, cache, args.warmup)
             before = cache.stats()
+            first = torch.cuda.max_memory_allocated() if on_gpu else 0
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
             ids, times = generate(self.model, ids, cache, args.tokens)
         peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         after = cache.stats()
@@ -208,14 +227,22 @@ class Bench:
         if layer.pool.tiered:
             hits, misses = (after[name] - before[name] for name in ("hits", "misses"))
             seconds = args.tokens * sum(times[1:]) / len(times[1:]) / 1e3
-            row |= {"pool_fraction": round(layer.pool.slots * layer.pool.block_bytes / shape.kv_bytes(context), 4),
-                    "gpu_memory_gb": round(layer.pool.budget / GB, 3),
+            pools = pools_of(cache)
+            slots, budget = (sum(getattr(pool, name) for pool in pools) for name in ("slots", "budget"))
+            row |= {"pool_fraction": round(slots * layer.pool.block_bytes / shape.kv_bytes(context), 4),
+                    "gpu_memory_gb": round(budget / GB, 3),
                     "hit_rate": round(hits / (hits + misses), 4) if hits + misses else None,
                     "misses_per_token": round(misses / args.tokens, 1),
                     "fetch_gb_s": round(misses * layer.pool.block_bytes / seconds / GB, 2),
-                    "peak_over_budget_gb": round((peak - self.base - layer.pool.budget) / GB, 3),
+                    "peak_over_budget_gb": round((peak - self.base - budget) / GB, 3),
+                    "first_peak_over_budget_gb": round((first - self.base - layer.pool.budget) / GB, 3),
                     "host_gb": round(after["bytes"]["host"] / GB, 2)}
         return row, ids
+
+
+def pools_of(cache: PSACache) -> list:
+    """The pools of a cache: one, or one for each layer."""
+    return list({id(layer.pool): layer.pool for layer in cache.sparse_layers}.values())
 
 
 def planned_ids(step, layer) -> list[int]:
@@ -264,6 +291,7 @@ def options(argv=None) -> argparse.Namespace:
     parser.add_argument("--pool", type=listed(float), default=[0.1], help="sizes of the pool as shares of the KV")
     parser.add_argument("--gpu-memory", help="size of the pool instead, such as 8GiB, digests and tables included")
     parser.add_argument("--eviction", type=listed(str), default=["decayed"])
+    parser.add_argument("--pools", type=listed(str), default=list(POOLS), help="of the rows \"hits\"")
     parser.add_argument("--tokens", type=int, default=64, help="tokens that are measured")
     parser.add_argument("--warmup", type=int, default=32, help="tokens before them")
     parser.add_argument("--layers", type=int, help="a model of fewer layers")
@@ -272,7 +300,7 @@ def options(argv=None) -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep the rows that the output file has")
     parser.add_argument("--out", default="benchmarks/results/offload_h200.json")
     args = parser.parse_args(argv)
-    for given, known in ((args.rows, ROWS), (args.eviction, simulation.EVICTIONS)):
+    for given, known in ((args.rows, ROWS), (args.eviction, simulation.EVICTIONS), (args.pools, POOLS)):
         for name in given:
             if name not in known:
                 parser.error(f"{name!r} is not known; choose from {', '.join(known)}")

@@ -20,10 +20,12 @@ SHARE = 0.3                                                 # of the KV, for the
 
 
 class Case:
-    """One way of decoding, greedy or with beams, run with pools of any size."""
+    """One way of decoding, greedy or with beams, run with pools of any size. fetcher, pool: of those with a host tier."""
 
-    def __init__(self, model, ids, mask, tokens: int, threshold: float, compiled: bool, beams: int = 1):
+    def __init__(self, model, ids, mask, tokens: int, threshold: float, compiled: bool, beams: int = 1,
+                 fetcher: str = "kernel", pool: str = "unified"):
         self.model, self.ids, self.mask, self.tokens, self.beams = model, ids, mask, tokens, beams
+        self.fetcher, self.pool = fetcher, pool
         self.config = PSAConfig(threshold=threshold, min_context=0, compile=compiled)
 
     @property
@@ -46,7 +48,8 @@ class Case:
         return out.sequences, torch.stack(out.logits), noted
 
     def tiered(self, budget: int, eviction: str) -> tuple:
-        return self.run(gpu_memory=budget, host_memory=max(2**26, 3 * self.kv_bytes), eviction=eviction)
+        return self.run(gpu_memory=budget, host_memory=max(2**26, 3 * self.kv_bytes), eviction=eviction, fetcher=self.fetcher,
+                        pool=self.pool)
 
 
 def smallest(attempt: Callable[[int], object]) -> int:
@@ -90,6 +93,10 @@ def check(device="cuda", length: int = 3001, tokens: int = 40) -> dict:
             try:
                 _sizes(found, f"captured-{threshold}", Case(*common, compiled=True), EVICTIONS, True, on_gpu)
                 _sizes(found, f"eager-{threshold}", Case(*common, compiled=False), EVICTIONS, False, False)
+                _sizes(found, f"copy-engine-{threshold}", Case(*common, compiled=False, fetcher="copy_engine"), EVICTIONS, True,
+                       False)
+                _sizes(found, f"per-layer-{threshold}", Case(*common, compiled=True, pool="per_layer"), EVICTIONS, False,
+                       on_gpu)
                 # transformers never compiles a beam search.
                 _sizes(found, f"beams-{threshold}", Case(*common, compiled=False, beams=3), EVICTIONS[-1:], False, False)
             finally:

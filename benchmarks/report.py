@@ -35,6 +35,7 @@ SHAPES = {"llama": "Llama-3.1-8B", "lwm": "LWM-Text-7B"}
 OFFLOAD = {  # rows of benchmarks.offload
     "psa-resident": "hf_sparse, all in GPU memory",
     "psa-offload": "hf_sparse, KV in host memory",
+    "copy-engine": "the same, fetched by the copy engine",
     "offloaded": "DynamicCache, offloading",
 }
 KERNELS = ("rank_kernel", "select_kernel", "attend_kernel", "merge_kernel", "extend_kernel")
@@ -152,7 +153,7 @@ def decode_check(result: dict) -> str:
 
 def kernel_table(result: dict) -> str:
     """One row a size and run: the chain of kernels as one graph, each kernel alone, and the byte floor."""
-    rows = latest([row for row in result["rows"] if "context" in row],
+    rows = latest([row for row in result["rows"] if "context" in row and row["kernel"] != "stop"],
                   lambda row: (row["run_id"], row["batch"], row["context"], row["kernel"]))
     sizes = sorted({(row["batch"], row["context"], row["run_id"]) for row in rows})
     out = []
@@ -165,6 +166,16 @@ def kernel_table(result: dict) -> str:
                     number(chain.get("bytes_floor_us")), run])
     return table(["batch", "context", "chain, us", *(name.removesuffix("_kernel") for name in KERNELS),
                   "byte floor, us", "run"], out, 0)
+
+
+def stop_table(result: dict) -> str:
+    """The chain where its threshold stops it early, and where nothing does."""
+    rows = latest([row for row in result["rows"] if row.get("kernel") == "stop"], lambda row: (row["run_id"], row["name"]))
+    never = {row["run_id"]: row["us"]["median"] for row in rows if row["name"] == "never"}
+    out = [[f"threshold {row['threshold']:.4g}", str(row["batch"]), str(row["context"]), f"{row['kv_fraction']:.1%}",
+            spread(row["us"]), number(row["us"]["median"] / never[row["run_id"]], 2) if row["run_id"] in never else EMPTY,
+            row["run_id"]] for row in rows]
+    return table(["stops at", "batch", "context", "KV read", "chain, us", "x never stopping", "run"], out)
 
 
 def sweep_table(result: dict) -> str:
@@ -253,18 +264,18 @@ def copy_table(result: dict) -> str:
 
 
 def hits_table(result: dict) -> str:
-    """Simulated hit rates: organisations of the pool and policies in rows, sizes of the pool in columns."""
+    """Hit rates, simulated and measured: organisations of the pool and policies in rows, sizes of the pool in columns."""
     rows = [row for row in result["rows"] if row["name"] == "hits" and "error" not in row]
     if not rows:
         return none_of("hits")
     sizes = sorted({row["pool_fraction"] for row in rows})
     found: dict[tuple, dict] = {}
     for row in rows:
-        place = row["batch"], row["context"], row["eviction"], row["pool"], row["run_id"]
+        place = row["batch"], row["context"], row["how"], row["eviction"], row["pool"], row["run_id"]
         found.setdefault(place, {})[row["pool_fraction"]] = row["hit_rate"]
-    out = [[pool, eviction, str(batch), str(context), *(percent(rates.get(size)) for size in sizes), run]
-           for (batch, context, eviction, pool, run), rates in sorted(found.items())]
-    return table(["pool", "eviction", "batch", "context", *(f"{size:.0%} of KV" for size in sizes), "run"], out, 2)
+    out = [[how, pool, eviction, str(batch), str(context), *(percent(rates.get(size)) for size in sizes), run]
+           for (batch, context, how, eviction, pool, run), rates in sorted(found.items())]
+    return table(["", "pool", "eviction", "batch", "context", *(f"{size:.0%} of KV" for size in sizes), "run"], out, 2)
 
 
 def offload_check(result: dict) -> str:
@@ -312,6 +323,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "kernels-versions": ("kernels_h200.json", versions),
     "kernels": ("kernels_h200.json", kernel_table),
     "kernels-check": ("kernels_h200.json", check_table),
+    "kernels-stop": ("kernels_h200.json", stop_table),
     "kernels-sweep": ("kernels_h200.json", sweep_table),
     "offload-versions": ("offload_h200.json", versions),
     "offload": ("offload_h200.json", offload_table),

@@ -19,6 +19,8 @@ STOP_RULES = ("estimate", "window", "nleft", "paper")
 GROUP_STOPS = ("mean", "min")
 GROUP_REDUCTIONS = ("softmax_mean", "max", "mean")
 EVICTIONS = ("decayed", "lru", "fifo")
+FETCHERS = ("kernel", "copy_engine")
+POOLS = ("unified", "per_layer")
 
 # What a fork may change: how blocks are chosen, never how they are stored.
 FORK_FIELDS = ("threshold", "policy", "stop_rule", "stop_window", "top_k", "top_p", "min_blocks", "max_blocks",
@@ -62,7 +64,12 @@ class PSAConfig:
             with the context).
         host_memory: bytes of the host tier: an int, "64GiB", 0 (none: everything stays in the pool), or "auto" (a
             host tier when `gpu_memory` is a number of bytes, none when it is "auto").
+        pool: "unified" (one for all layers of a device, so that those which read more get more of it) or "per_layer"
+            (one for each layer, with an equal share of both budgets; for comparison).
         eviction: which block leaves a full pool: "decayed" (use count, 0.9 a token), "lru" (the paper's) or "fifo".
+        fetcher: what brings blocks that a step misses from the host tier: "kernel" (a kernel of the step) or "copy_engine" (the
+            paper's pipeline: a thread and a copy for each block; it waits for the device in every layer, so nothing is
+            captured; for comparison).
         verify: also read every block to report the true coverage. Slow; for checking settings.
         sparse_queries: send forwards with several query tokens on a filled cache through the sparse step, token by
             token. Off: such forwards (chunks of a prompt, a new turn, assisted verification) are exact.
@@ -91,7 +98,9 @@ class PSAConfig:
     round_growth: float = 1.25
     gpu_memory: int | str = "auto"
     host_memory: int | str = "auto"
+    pool: str = "unified"
     eviction: str = "decayed"
+    fetcher: str = "kernel"
     verify: bool = False
     sparse_queries: bool = False
     dense_layers: tuple[int, ...] = ()
@@ -104,7 +113,7 @@ class PSAConfig:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for name, allowed in (("policy", POLICIES), ("digest", DIGESTS), ("stop_rule", STOP_RULES),
                               ("group_stop", GROUP_STOPS), ("group_reduction", GROUP_REDUCTIONS),
-                              ("eviction", EVICTIONS)):
+                              ("eviction", EVICTIONS), ("fetcher", FETCHERS), ("pool", POOLS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(allowed)}.")
         self._number("threshold", 0, 1, low_open=True)
@@ -147,6 +156,9 @@ class PSAConfig:
                 parse_bytes(getattr(self, name), name)
         if self.gpu_memory != "auto" and parse_bytes(self.gpu_memory) == 0:
             raise ValueError("gpu_memory must be more than 0 bytes: the newest blocks always live in the pool.")
+        if self.fetcher == "copy_engine" and self.host_bytes == 0:
+            raise ValueError("fetcher='copy_engine' needs a host tier to fetch from, and with these settings there is none: "
+                             "give gpu_memory as a number of bytes and leave host_memory at 'auto', or give host_memory.")
         for name in ("verify", "sparse_queries", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")

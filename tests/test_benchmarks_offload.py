@@ -9,6 +9,7 @@ import pathlib
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -170,7 +171,8 @@ def test_options():
     assert (args.pool, args.eviction, args.batches, args.rows) == ([0.1, 0.25], ["lru", "fifo"], [1, 4], ["copy", "hits"])
 
 
-@pytest.mark.parametrize("wrong", [["--rows", "psa"], ["--eviction", "random"], ["--warmup", "2"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("wrong", [["--rows", "psa"], ["--eviction", "random"], ["--warmup", "2"],
+                                   ["--pools", "shared"]], ids=lambda words: words[0])
 def test_options_that_are_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         offload.options(wrong)
@@ -195,6 +197,42 @@ def test_pools_are_as_large_as_asked_for(model):
     assert given.budgets(shape, 4000) == [2**20]
 
 
+def test_pools_of_layers_are_as_large_as_asked_for(model):
+    bench = offload.Bench(model, offload.options(["--pool", "0.5", "--warmup", "4", "--tokens", "4"]))
+    shape = shape_of(model, 2)
+    budget, = bench.budgets(shape, 4000)
+    cache, _ = bench.filled(bench.tiered(shape, 4000, budget, "lru", pool="per_layer"), Queries(shape, 4, 0.9), 4000)
+    pools = offload.pools_of(cache)
+    slots = sum(pool.slots for pool in pools)
+    assert len(pools) == 3 and slots * pools[0].block_bytes / shape.kv_bytes(4000) == pytest.approx(0.5, rel=0.01)
+
+
+def test_rows_of_hits_are_simulated_and_measured(model, monkeypatch):
+    """For each pool that was asked for; measured with the pools of the library, at the sizes of the simulation."""
+    bench = offload.Bench(model, offload.options(["--pool", "0.2,0.4", "--pools", "per_layer", "--warmup", "4", "--tokens", "4"]))
+    layer = SimpleNamespace(pinned_blocks=lambda batch: 2, pool=SimpleNamespace(block_bytes=4096))
+    cache = SimpleNamespace(sparse_layers=[layer])
+    monkeypatch.setattr(bench, "queries", lambda shape, context: (None, 0.75))
+    monkeypatch.setattr(bench, "filled", lambda *args: (cache, {}))
+
+    def decoded(queries, watch):
+        for step in range(24):
+            watch(step, layer)
+        return nullcontext()
+
+    monkeypatch.setattr(offload, "synthetic_queries", decoded)
+    monkeypatch.setattr(offload, "planned_ids", lambda step, _: [100 * (step % 3) + step // 3 % 2, 100 * (step % 3) + 7])
+    monkeypatch.setattr(offload, "generate", lambda *args: None)
+    given = []
+    monkeypatch.setattr(bench, "psa_offload", lambda place, shape, pool: given.append(pool) or iter(
+        {**place, "pool_fraction": rate / 2 + 1e-4, "hit_rate": rate} for rate in (0.5, 0.9)))
+    rows = list(bench.rows("hits", 1, 4096))
+    simulated, measured = ([row for row in rows if row["how"] == how] for how in ("simulated", "measured"))
+    assert len(rows) == 2 * 3 + 2 and {row["pool"] for row in rows} == {"per_layer"} == set(given)
+    assert [(row["pool_fraction"], row["hit_rate"]) for row in measured] == [(0.2, 0.5), (0.4, 0.9)]
+    assert all(row["hit_rate"] > 0 and row["name"] == "hits" for row in simulated)
+
+
 def test_rows_that_fail_are_rows(model, monkeypatch, capsys):
     bench = offload.Bench(model, offload.options([]))
     monkeypatch.setattr(bench, "psa_resident", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("too much")))
@@ -215,7 +253,7 @@ def test_ids_of_planned_blocks():
 
 def test_the_check_finds_equal_runs_and_differences(capsys, monkeypatch):
     found = offload_check.check("cpu", length=130, tokens=3)
-    assert offload_check.failures(found) == [] and len(found) == 2 * (10 + 4 + 2)
+    assert offload_check.failures(found) == [] and len(found) == 2 * (10 + 4 + 10 + 4 + 2)
     assert found["captured-0.6-lru-smallest"]["slots"] < found["captured-0.6-lru-everything"]["slots"]
     run = offload_check.Case.run
 
@@ -225,7 +263,7 @@ def test_the_check_finds_equal_runs_and_differences(capsys, monkeypatch):
 
     monkeypatch.setattr(offload_check.Case, "run", differs)
     wrong = offload_check.failures(offload_check.check("cpu", length=130, tokens=3))
-    assert len(wrong) == 2 * 4 and all("fifo" in name for name in wrong)
+    assert len(wrong) == 2 * 8 and all("fifo" in name for name in wrong)
     assert "DIFFERENT" in capsys.readouterr().out
 
 
@@ -275,9 +313,10 @@ RESULT = {
         {**ROW, "name": "psa-offload", "eviction": "lru", "pool_fraction": 0.1, "run_id": "bbbb"},
         {"name": "psa-offload", "eviction": "fifo", "batch": 1, "context": 4096, "run_id": "aaaa", "error": "out of\nmemory"},
         {"name": "hits", "error": "no", "batch": 1, "context": 4096, "run_id": "aaaa"},
-        *({"name": "hits", "pool": pool, "eviction": "lru", "batch": 1, "context": 4096, "pool_fraction": fraction,
+        *({"name": "hits", "how": how, "pool": pool, "eviction": "lru", "batch": 1, "context": 4096, "pool_fraction": fraction,
            "hit_rate": rate, "run_id": "aaaa"}
-          for pool, fraction, rate in (("unified", 0.2, 0.6), ("unified", 0.1, 0.5), ("per-layer", 0.1, 0.4))),
+          for how, pool, fraction, rate in (("simulated", "unified", 0.2, 0.6), ("simulated", "unified", 0.1, 0.5),
+                                            ("simulated", "per_layer", 0.1, 0.4), ("measured", "per_layer", 0.1, 0.45))),
     ],
 }
 
@@ -293,9 +332,10 @@ def test_report_of_offloading(tmp_path):
     assert any(line.startswith(f"{path}| fifo | 1 | 4096 | - | failed: out of memory |") for line in lines)
     assert "| 8 | 40.0 (39.0-41.0) | 50.0 | 80% | aaaa |" in lines
     assert "| 32 (used) | 45.0 (44.0-46.0) | 50.0 | 90% | aaaa |" in lines
-    assert "| pool | eviction | batch | context | 10% of KV | 20% of KV | run |" in text
-    assert "| unified | lru | 1 | 4096 | 50.0% | 60.0% | aaaa |" in lines
-    assert "| per-layer | lru | 1 | 4096 | 40.0% | - | aaaa |" in lines
+    assert "|  | pool | eviction | batch | context | 10% of KV | 20% of KV | run |" in text
+    assert "| simulated | unified | lru | 1 | 4096 | 50.0% | 60.0% | aaaa |" in lines
+    assert "| simulated | per_layer | lru | 1 | 4096 | 40.0% | - | aaaa |" in lines
+    assert "| measured | per_layer | lru | 1 | 4096 | 45.0% | - | aaaa |" in lines
     assert "| captured-0.6-lru-smallest | yes | 0.0e+00 | yes | 33 | 9 |" in text
     assert "| beams | no | failed: ValueError: no | - | - | - |" in text
     heads = {line.count("|") for line in text.splitlines() if line.startswith("| path |") or line.startswith(path)}

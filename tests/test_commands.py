@@ -179,25 +179,58 @@ def test_generate_samples_with_a_seed(directory, capsys):
 
 
 def test_eval_prints_a_table_and_writes_everything(directory, tmp_path, capsys):
-    out = tmp_path / "out.json"
-    arguments = ["eval", directory, "--task", "copy,kl,copy", "--length", "500", "--samples", "2", "--seed", "3"]
-    assert main([*arguments, "--json", str(out), *SPARSE]) == 0
+    out, lines = tmp_path / "out.json", tmp_path / "out.jsonl"
+    arguments = ["eval", directory, "--task", "copy,kl,copy", "--length", "500,700", "--samples", "2", "--seed", "3"]
+    arguments += ["--policy", "psa,topk@0.3", "--json", str(out), "--out", str(lines), *SPARSE]
+    assert main(arguments) == 0
     printed = capsys.readouterr()
-    rows = [line for line in printed.out.splitlines() if line.startswith("| ")]
-    assert [row.split("|")[1].strip() for row in rows] == ["task", "copy", "kl"]
-    assert "context 2 of 2" in printed.err
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in printed.out.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [[policy, task, length] for length in ("500", "700") for task in ("copy *", "kl")
+                        for policy in ("dense", "psa", "topk@0.3")]
+    assert "cell 24 of 24" in printed.err
     result = json.loads(out.read_text())
     assert result["model"] == "tiny" and result["dtype"] == "float32"
-    assert result["settings"] == {"tasks": ["copy", "kl"], "length": 500, "samples": 2, "seed": 3}
     assert result["versions"]["torch"] == torch.__version__
-    assert len(result["answers"]) == 2 * 3 + 2
-    assert all(0 < answer["kv_fraction"] < 1 for answer in result["answers"])
+    assert [row["questions"] for row in result["rows"][:6]] == [6, 6, 6, 2, 2, 2]
+    assert all(0 < row["kv_fraction"] < 1 for row in result["rows"] if row["policy"] != "dense")
+    cells = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(cells) == 1 + 24 and {cell["seed"] for cell in cells[1:]} == {3, 4}
+    # The same again finds everything done.
+    assert main(arguments) == 0
+    again = capsys.readouterr()
+    assert again.out == printed.out and "cell" not in again.err
+    assert main([*arguments, "--threshold", "0.7"]) == 2
+    assert "threshold: 0.6 there, 0.7 now" in capsys.readouterr().err
+
+
+def test_eval_by_the_caches_own_step(directory, capsys):
+    arguments = ["eval", directory, "--task", "kl", "--length", "400", "--samples", "1", "--quiet", *SPARSE]
+    assert main([*arguments, "--policy", "psa/rounds"]) == 0
+    simulated = capsys.readouterr().out.splitlines()[-1].split("|")
+    assert main([*arguments, "--policy", "psa/rounds", "--real"]) == 0
+    real = capsys.readouterr().out.splitlines()[-1].split("|")
+    assert simulated[:12] == real[:12]
+    assert main([*arguments, "--policy", "oracle@0.6", "--real"]) == 2
+    assert "in simulation only" in capsys.readouterr().err
+
+
+def test_eval_draws(directory, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    paths = [tmp_path / name for name in ("pareto.png", "map.png", "blocks.png")]
+    arguments = ["eval", directory, "--task", "needles", "--length", "500", "--samples", "1", "--quiet", *SPARSE]
+    assert main([*arguments, "--plot", str(paths[0]), "--map", str(paths[1]), "--blocks", str(paths[2])]) == 0
+    assert "oracle@0.95" in capsys.readouterr().out
+    assert main([*arguments, "--layers"]) == 0
+    table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert "layer, psa" in table[0] and len(table) == 2 + 2 and "(head " in table[-1]
+    assert main([*arguments, "--layers", "--real"]) == 2
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 def test_eval_is_quiet_when_asked(directory, capsys):
     arguments = ["eval", directory, "--task", "kl", "--length", "400", "--samples", "1", "--quiet", *SPARSE]
     assert main(arguments) == 0
-    assert "context" not in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
 
 
 def test_eval_fails_when_decoding_was_dense(directory, capsys):
@@ -209,6 +242,27 @@ def test_eval_fails_when_decoding_was_dense(directory, capsys):
 
 def test_eval_knows_the_tasks_that_there_are():
     assert eval_command.TASKS == tuple(TASKS)
+
+
+# -- tune -----------------------------------------------------------------------------------------------------------
+
+
+def test_tune_writes_settings_that_the_other_verbs_read(directory, tmp_path, capsys):
+    arguments = ["tune", directory, "--length", "500", "--samples", "1", "--quiet", "--out", str(tmp_path / "profile")]
+    assert main([*arguments, *SPARSE]) == 0
+    printed = capsys.readouterr().out
+    config = PSAConfig.from_pretrained(tmp_path / "profile")
+    assert config.replace(threshold=0.6) == PSAConfig(threshold=0.6, min_context=0, block_size=4)
+    assert f"threshold {config.threshold:g} written" in printed
+    assert [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| 0.")] == [
+        "0.7", "0.75", "0.8", "0.85", "0.9", "0.95", "0.97", "0.99"]
+
+
+def test_tune_writes_nothing_where_no_threshold_is_good_enough(directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_sparse.evaluation.tune.MOST_KL", 0.0)
+    arguments = ["tune", directory, "--length", "500", "--samples", "1", "--quiet", "--out", str(tmp_path / "profile")]
+    assert main([*arguments, *SPARSE]) == 1
+    assert "no threshold" in capsys.readouterr().err and not (tmp_path / "profile").exists()
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------
@@ -226,7 +280,14 @@ def test_eval_knows_the_tasks_that_there_are():
         (["eval", "{model}", "--set", "blok_size=16"], "blok_size"),
         (["eval", "{model}", "--set", "block_size=5"], "block_size"),
         (["eval", "{model}", "--set", "block_size"], "KEY=VALUE"),
-        (["eval", "{model}", "--policy", "top_k"], "top_k"),
+        (["eval", "{model}", "--policy", "top_k"], "did you mean 'topk'?"),
+        (["eval", "{model}", "--policy", "all"], "choose from dense, psa"),
+        (["eval", "{model}", "--file", "squad:{missing}"], "longbench:PATH or ruler:PATH"),
+        (["eval", "{model}", "--file", "ruler:{missing}"], "missing"),
+        (["eval", "{model}", "--out", "{missing}/deeper/out.jsonl"], "no such directory"),
+        (["eval", "{model}", "--out", "{broken}/config.json", "--task", "kl", "--length", "400"], "line 1"),
+        (["tune", "{model}", "--set", "top_k=5", "--policy", "top_k"], "no threshold to choose"),
+        (["tune", "someone/something"], "give --out"),
         (["eval", "{model}", "--preset", "paper", "--config", "{empty}"], "one of them"),
         (["eval", "{model}", "--config", "{empty}"], "psa_config.json"),
         (["eval", "{model}", "--task", "kl", "--length", str(CONTEXT)], f"context is {CONTEXT}"),
@@ -265,7 +326,7 @@ def test_bad_input_is_one_line_and_status_two(directory, tmp_path, capsys, argum
         ["eval", "model", "--samples", "many"],
         ["eval", "model", "--threshold", "high"],
         ["eval", "model", "--preset", "fastest"],
-        ["eval", "model", "--policy", "all"],
+        ["eval", "model", "--length", "4096,many"],
     ],
     ids=lambda arguments: " ".join(arguments) or "nothing",
 )

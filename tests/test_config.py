@@ -54,6 +54,8 @@ BAD = [
     ("group_reduction", "sum", ValueError, "group_reduction='sum' is not known"),
     ("eviction", "LRU", ValueError, "eviction='LRU' is not known; choose one of decayed, lru, fifo"),
     ("eviction", None, ValueError, "eviction=None is not known"),
+    ("pool", "shared", ValueError, "pool='shared' is not known; choose one of unified, per_layer"),
+    ("fetcher", "copy-engine", ValueError, "fetcher='copy-engine' is not known; choose one of kernel, copy_engine"),
     # sizes
     ("gpu_memory", "lots", ValueError, "gpu_memory='lots' is not a size"),
     ("gpu_memory", 0, ValueError, "gpu_memory must be more than 0 bytes"),
@@ -204,7 +206,9 @@ EVERY_FIELD = dict(
     round_growth=1.5,
     gpu_memory="3GiB",
     host_memory=12345,
+    pool="per_layer",
     eviction="fifo",
+    fetcher="copy_engine",
     verify=True,
     sparse_queries=True,
     dense_layers=(0, 3),
@@ -344,6 +348,7 @@ def test_fork_fields_exist_and_leave_storage_alone():
         "gpu_memory",
         "host_memory",
         "eviction",
+        "fetcher",
         "sink_blocks",
         "recent_blocks",
     }

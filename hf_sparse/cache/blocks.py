@@ -90,7 +90,7 @@ class LayerBlocks(LayerProtocol):
         self.digests = DigestStore(config.digest, config.block_size, self.key_dim, config.key_bits, self.dtype)
         self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
         self.table = torch.zeros(self.batch, self.heads, 0, dtype=torch.int64, device=self.device)
-        self.pool = self.state.pool(key_states, value_states)
+        self.pool = self.state.pool(key_states, value_states, self.order)
         self.pool.join(self)
         self.is_initialized = True
 
@@ -155,7 +155,8 @@ class LayerBlocks(LayerProtocol):
 
     def _reserve(self, length: int) -> None:
         P, ub = self.config.block_size, self.digests.unit_blocks
-        needed = -(-length // P)
+        # All of a prompt that comes in chunks at once: what has no room is refused at the first, and nothing is copied.
+        needed = -(-max(length, self.state.expected) // P)
         capacity = self.table.shape[2]
         grown = capacity
         if needed > capacity:
@@ -177,8 +178,8 @@ class LayerBlocks(LayerProtocol):
             self.columns = target
 
     def _layers_to_come(self) -> int:
-        """Layers that change after this one; with several devices each pool has its own, and this is not known."""
-        return self.state.layers - 1 - self.order if self.state.devices == 1 else 0
+        """Layers of this pool that change after this one; with several devices each has its own, and this is not known."""
+        return self.state.layers - 1 - self.order if self.state.devices == 1 and self.pool.pools == 1 else 0
 
     def commit(self, pending: Pending, valid: torch.Tensor | None) -> None:
         """Store the new tokens; `valid` [B, q] bool, None: all of them are real."""
@@ -187,6 +188,8 @@ class LayerBlocks(LayerProtocol):
         self.reserve(self.length + pending.count)
         pending.committed = True
         self._append(pending.keys, pending.values, valid)
+        if self.pending is pending:
+            self.pending = None
 
     def _append(self, keys, values, valid) -> None:
         with self.pool.lock, Change(self.state, self.pool, ()):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ..kernels.host_link import LINKS, HostLink
+from ..kernels.loader import LOADERS, Loader
 
 # Pinning takes about half a second a GiB, most of it for making pages.
 CHUNK_BYTES = 2**28                                         # pinned at a time
@@ -59,15 +60,23 @@ class HostTier:
     Kernels use the CPU's addresses. The rows of two pieces that were pinned apart are no single piece to the driver: a
     copy of its own across the border fails, a kernel's does not.
 
+    Args:
+        tiers: as many, this one among them, are pinned at the same time: each a part of what one would be, at a time and
+            ahead of need.
+
     Attributes:
         rows: [blocks, elements], see `reserve_host`.
         pinned: whether kernels reach what `ensure` was asked for. Once False it stays so; never on a CPU.
         link: the stream beside which prompts are stored.
+        loader: the thread that copies what decoding misses, if it is not kernels that do.
     """
 
-    def __init__(self, blocks: int, elements: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, blocks: int, elements: int, dtype: torch.dtype, device: torch.device, tiers: int = 1):
         self.rows = reserve_host(blocks, elements, dtype)
+        self._chunk = -(-CHUNK_BYTES // tiers // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._ahead = AHEAD_BYTES // tiers
         self.device, self.link = device, HostLink(device)
+        self.loader: Loader | None = None
         self.pinned = device.type == "cuda"
         self._row_bytes = elements * dtype.itemsize
         self._changed = threading.Condition()               # guards what follows
@@ -78,6 +87,10 @@ class HostTier:
         if self.pinned:
             # It holds the rows: their memory goes back only after the driver has let go of it.
             weakref.finalize(self, _release, self.rows, device, self._regions).atexit = False
+
+    def use_copy_engine(self) -> None:
+        """From now on a thread and the copy engine bring what decoding misses."""
+        self.loader = LOADERS[self.rows.data_ptr()] = Loader(self.device, self._chunk)
 
     def ensure(self, blocks: int, expected: int = 0) -> None:
         """Wait until the first `blocks` rows are pinned, and go on pinning in the background.
@@ -90,9 +103,9 @@ class HostTier:
         if not self.pinned:
             return
         size, needed = self.rows.shape[0] * self._row_bytes, blocks * self._row_bytes
-        goal = max(needed + max(needed // 4, AHEAD_BYTES), expected * self._row_bytes)
+        goal = max(needed + max(needed // 4, self._ahead), expected * self._row_bytes)
         with self._changed:
-            self._goal = max(self._goal, min(size, -(-goal // CHUNK_BYTES) * CHUNK_BYTES))
+            self._goal = max(self._goal, min(size, -(-goal // self._chunk) * self._chunk))
             if self._error is None and self._done < self._goal and (self._thread is None or not self._thread.is_alive()):
                 self._thread = threading.Thread(target=_pin_ahead, args=(weakref.ref(self),), daemon=True)
                 try:
@@ -113,7 +126,7 @@ class HostTier:
     def _pin_next(self) -> bool:
         """Pin one more chunk; False if there is nothing to do."""
         with self._changed:
-            low, high = self._done, min(self._done + CHUNK_BYTES, self._goal)
+            low, high = self._done, min(self._done + self._chunk, self._goal)
             if low >= high or self._error is not None:
                 self._thread = None
                 return False

@@ -32,7 +32,9 @@ class PSALayer(LayerBlocks):
         """
         # Forks of this cache may be in other threads, and share the pool.
         with self.pool.lock, Change(self.state):
-            return self._attend(query, pending, valid, mask, scaling, softcap, sinks, dense_step)
+            output = self._attend(query, pending, valid, mask, scaling, softcap, sinks, dense_step)
+        self.pending = None                                 # stored by now: kept, every layer would hold its prompt twice
+        return output
 
     def _attend(self, query, pending, valid, mask, scaling, softcap, sinks, dense_step):
         count = query.shape[2]
@@ -89,20 +91,21 @@ class PSALayer(LayerBlocks):
         return torch.empty_like(output).scatter_(2, index, output)
 
     def _extend(self, query, past, scaling, softcap, sinks):
-        """Several new tokens on a filled cache (a chunk, a new turn, drafts): exact, over what the tiers hold."""
-        keys, values = self.padded()
-        outputs = []
-        for low in range(0, query.shape[2], QUERY_CHUNK):
-            high = min(low + QUERY_CHUNK, query.shape[2])
-            visible = past + high
-            position = torch.arange(visible, device=query.device)
-            own = torch.arange(past + low, visible, device=query.device)[:, None]
-            mask = (position <= own)[None, None]
-            if self.ragged:
-                mask = mask & self.valid[:, None, None, :visible] | (position == own)
-            outputs.append(exact_attention(query[:, :, low:high], keys[:, :, :visible], values[:, :, :visible], mask,
-                                           scaling, softcap, sinks))
-        return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+        """Several new tokens on a filled cache (a chunk, a new turn, drafts): exact, over what the tiers hold.
+
+        One layer's keys and values are made dense for it, without padding, so that a row needs no mask but the causal one.
+        Queries of padding give zeros.
+        """
+        keys, values = self._compact()
+        if not self.ragged:
+            return _attend_last(query, keys[:, :, :self.length], values[:, :, :self.length], scaling, softcap, sinks)
+        output = query.new_zeros(*query.shape[:3], self.value_dim)
+        for row, length in enumerate(self.lengths.tolist()):
+            real, here = self.valid[row, past:].nonzero().squeeze(1), slice(row, row + 1)
+            if len(real):
+                output[here, :, real] = _attend_last(query[here, :, real], keys[here, :, :length], values[here, :, :length],
+                                                     scaling, softcap, sinks)
+        return output
 
     def is_sparse(self, length: int) -> bool:
         """Whether the step that makes rows `length` tokens long is sparse."""
@@ -176,3 +179,15 @@ class PSALayer(LayerBlocks):
         output = step.run(self, query, pending.keys, pending.values, sinks, scaling, softcap)
         self.end_step()
         return output.transpose(1, 2)
+
+
+def _attend_last(query, keys, values, scaling, softcap, sinks):
+    """Exact attention of the last tokens of rows: [B, Hq, q, D] over [B, H, T, D], causal, a few queries at a time."""
+    total, count = keys.shape[2], query.shape[2]
+    outputs = []
+    for low in range(0, count, QUERY_CHUNK):
+        high = min(low + QUERY_CHUNK, count)
+        visible = total - count + high
+        outputs.append(exact_attention(query[:, :, low:high], keys[:, :, :visible], values[:, :, :visible], None, scaling,
+                                       softcap, sinks, causal=True))
+    return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]

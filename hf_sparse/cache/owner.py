@@ -86,7 +86,7 @@ def alone(method):
 
 
 class Change:
-    """Around what must not be left half done: an exception marks the cache, and the pool, as torn.
+    """Around what must not be left half done: an exception marks the cache, and the pools, as torn.
 
     A ValueError is a refusal, from before anything was changed.
     """
@@ -104,4 +104,5 @@ class Change:
             self.state.torn = True
             # What is shared there is the maps of slots; blocks without a host tier are their caches' own.
             if self.pool is not None and self.pool.tiered:
-                self.pool.torn = True
+                for pool in (self.pool, *self.state.pools.values()):
+                    pool.torn = True

@@ -1,8 +1,9 @@
 """The block pool of one device: slots, block ids, residency, and the host tier behind it.
 
-All layers, rows and KV heads share one pool. A block id names a block of one KV head for its whole life; a layer's
-table maps (row, KV head, block) to ids, and several rows (beams, forks) may name the same id. Which ids are in use is
-never counted: it is read off the tables when free ids run out (`sweep`), so nothing can leak and no step has to count.
+All layers, rows and KV heads share one pool (or, for comparison, those of one layer do). A block id names a block of one
+KV head for its whole life; a layer's table maps (row, KV head, block) to ids, and several rows (beams, forks) may name the
+same id. Which ids are in use is never counted: it is read off the tables when free ids run out (`sweep`), so nothing can
+leak and no step has to count.
 
 Without a host tier ids are slots and the pool grows with the context. With one the slots are fixed by the byte budget,
 every closed block is written through to the host tier once, and `slot_of` says which blocks have a slot.
@@ -23,6 +24,9 @@ from .host import HostTier, available_host_bytes
 # Blocks copied at a time when the pool is laid out anew.
 PIECE = 4096
 
+# A pool that has to grow takes room for so many times what is asked for.
+AHEAD = 32
+
 _VERSIONS = itertools.count(1)
 
 
@@ -38,15 +42,17 @@ class BlockPool:
         elements: values a block: block_size * (key dim + value dim).
         budget: bytes of the pool, or None to grow with the context.
         host_bytes: bytes of the host tier; 0 for none, None for half of what the machine has left.
+        pools: as many equal pools, this one among them, share both.
 
     Raises:
         ValueError: the host tier can't be reserved.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, elements: int, budget: int | None,
-                 host_bytes: int | None):
+                 host_bytes: int | None, pools: int = 1):
         self.device, self.dtype, self.elements = device, dtype, elements
-        self.budget = budget
+        self.pools = pools
+        self.budget = None if budget is None else budget // pools
         self.block_bytes = elements * dtype.itemsize
         self.users: weakref.WeakSet = weakref.WeakSet()
         self.lock = threading.RLock()
@@ -60,10 +66,11 @@ class BlockPool:
         self.host = self.host_tier = None
         if host_bytes != 0:
             size = available_host_bytes() // 2 if host_bytes is None else host_bytes
-            self.host_capacity = size // self.block_bytes
+            self.host_capacity = size // pools // self.block_bytes
             if self.host_capacity < 2:
-                raise ValueError(f"host_memory={size} bytes holds no block of {self.block_bytes} bytes; raise it.")
-            self.host_tier = HostTier(self.host_capacity, elements, dtype, device)
+                raise ValueError(f"host_memory={size} bytes holds no block of {self.block_bytes} bytes{self.among}; "
+                                 "raise it.")
+            self.host_tier = HostTier(self.host_capacity, elements, dtype, device, pools)
             self.host = self.host_tier.rows
             self.slot_of = torch.zeros(1, dtype=torch.int64, device=device)
             self.block_in = torch.zeros(1, dtype=torch.int64, device=device)
@@ -76,6 +83,11 @@ class BlockPool:
     @property
     def tiered(self) -> bool:
         return self.host is not None
+
+    @property
+    def among(self) -> str:
+        """What refusals add to numbers of one pool."""
+        return f" for each of {self.pools} layers" if self.pools > 1 else ""
 
     @property
     def slots(self) -> int:
@@ -144,7 +156,8 @@ class BlockPool:
         with self.lock:
             short = self.lacking(count + more)
             if short:
-                self._grow(short, self.ids // 4)
+                # Some columns of all layers ahead; not more, as a pool of many GB has to be there twice to grow.
+                self._grow(short, min(self.ids // 4, AHEAD * short))
             if self.tiered:
                 # `free` is in ascending order, so that no id is higher than this unless it comes later.
                 self.host_tier.ensure(self.ids - (self.free.shape[0] - self.cursor - count), expected=self.ids)
@@ -181,8 +194,8 @@ class BlockPool:
             if total < self.ids + needed:
                 raise ValueError(
                     f"The host tier is full: {self.ids - 1 + needed} blocks of {self.block_bytes} bytes are needed, "
-                    f"host_memory holds {self.host_capacity - 1}. Give host_memory at least "
-                    f"{format_bytes((self.ids + needed) * self.block_bytes)}, or a shorter context. "
+                    f"host_memory holds {self.host_capacity - 1}{self.among}. Give host_memory at least "
+                    f"{format_bytes(self.pools * (self.ids + needed) * self.block_bytes)}, or a shorter context. "
                     "Nothing in the cache was lost.")
             first = self.ids
             longer = _extend(self.slot_of, total), _extend(self.history, total, -math.inf)
@@ -192,18 +205,37 @@ class BlockPool:
             if self.budget is not None:
                 total = self.slots + needed                 # what is left may have to go to digests and tables
                 self.check_budget(total, self.side)
-            first, self.kv = self.slots, _extend(self.kv, total)
+            first, self.kv = self.slots, self._longer(total)
         self.version = next_version()
         fresh = torch.arange(first, total, device=self.device)
         self.free, self.cursor = torch.cat([self.free[self.cursor:], fresh]), 0
+
+    def _longer(self, total: int) -> torch.Tensor:
+        """The slots with more behind them; by way of host memory where the device can't hold both at once.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for them; nothing has changed then.
+        """
+        try:
+            return _extend(self.kv, total)
+        except torch.OutOfMemoryError:
+            old, self.kv = self.kv.cpu(), None
+        try:
+            longer = torch.empty(total, self.elements, dtype=self.dtype, device=self.device)
+        except torch.OutOfMemoryError:
+            self.kv = old.to(self.device)
+            raise
+        longer[:old.shape[0]] = old
+        longer[old.shape[0]:] = 0
+        return longer
 
     def check_budget(self, slots: int, side: int) -> None:
         """Raise if so many slots, beside `side` bytes, are more than a pool without a host tier may take."""
         if self.budget is not None and slots * self.block_bytes + side > self.budget:
             raise ValueError(
                 f"gpu_memory is used up: this context needs at least "
-                f"{format_bytes(slots * self.block_bytes + side)} and there is no host tier. Raise gpu_memory or "
-                "set host_memory. Nothing in the cache was lost.")
+                f"{format_bytes(self.pools * (slots * self.block_bytes + side))} and there is no host tier. Raise gpu_memory "
+                "or set host_memory. Nothing in the cache was lost.")
 
     # -- slots of a tiered pool ---------------------------------------------------------------------------------
     def resize(self, slots: int) -> None:

@@ -85,8 +85,9 @@ class PSACache(Cache):
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         config = self.config
+        pools = self.state.layers // self.state.pool_layers
         pinned = self.state.layers * batch * heads * (config.sink_blocks + config.recent_blocks + 2)
-        slots = 1 + pinned + batch * heads * largest_round(config.round_blocks)
+        slots = pinned + pools * (1 + batch * heads * largest_round(config.round_blocks))
         return slots * config.block_size * 2 * dim * dtype.itemsize
 
     @property

@@ -1,4 +1,4 @@
-"""What the layers of one cache share: the config, the pools (one a device), and what is known of the model."""
+"""What the layers of one cache share: the config, the pools (one a device, or one a layer), and what is known of the model."""
 from __future__ import annotations
 
 import warnings
@@ -16,6 +16,12 @@ from .pool import BlockPool
 ACTIVATION_SHARE, ACTIVATION_BYTES = 10, 2**30
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes that a GPU can still give, those among them that PyTorch holds and nobody uses."""
+    free = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def auto_budget(device: torch.device) -> int | None:
     """Bytes for a pool in front of a host tier: what is free on the device now, with room left for activations.
 
@@ -23,8 +29,7 @@ def auto_budget(device: torch.device) -> int | None:
     """
     if device.type != "cuda":
         return None
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = free_bytes(device)
     return max(0, free - max(ACTIVATION_BYTES, free // ACTIVATION_SHARE))
 
 
@@ -40,6 +45,7 @@ class CacheState:
     warned: bool = False
     torn: bool = False                                      # interrupted in the middle of a change; `renew` after a reset
     members: list = field(default_factory=list)             # weak references to the layers of this cache
+    expected: int = 0                                       # padded tokens of a prompt that comes in chunks, while it does
     static: object = None                                   # the StaticStep of this cache's kernels, once there is one
 
     def kernels(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -65,8 +71,13 @@ class CacheState:
     def live_layers(self) -> list:
         return [layer for layer in (member() for member in self.members) if layer is not None]
 
-    def pool(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
-        """The pool for this layer's blocks: the one of its device.
+    @property
+    def pool_layers(self) -> int:
+        """Layers that share a pool, with all layers on one device."""
+        return 1 if self.config.pool == "per_layer" else self.layers
+
+    def pool(self, keys: torch.Tensor, values: torch.Tensor, order: int = 0) -> BlockPool:
+        """The pool for the blocks of the layer `order`: the one of its device, or its own.
 
         Raises:
             NotImplementedError: it would be the second one under one byte budget.
@@ -74,18 +85,28 @@ class CacheState:
         """
         config = self.config
         elements = config.block_size * (keys.shape[-1] + values.shape[-1])
-        key = (keys.device, keys.dtype, elements)
+        kind = (keys.device, keys.dtype, elements)
+        key = (*kind, order if config.pool == "per_layer" else None)
         if key not in self.pools:
-            budget = config.gpu_bytes
-            if budget is None and config.host_bytes != 0:
+            pools = self.layers // self.pool_layers
+            budget, host = config.gpu_bytes, config.host_bytes
+            twin = next((pool for other, pool in self.pools.items() if other[:3] == kind), None)
+            if twin is not None:                            # as large as it, though less may be free by now
+                budget = None if twin.budget is None else twin.budget * pools
+                host = twin.host_capacity * twin.block_bytes * pools if twin.tiered else 0
+            elif budget is None and host != 0:
                 budget = auto_budget(keys.device)
-            if budget is not None and any(device == keys.device for device, *_ in self.pools):
+            if budget is not None and twin is None and any(device == keys.device for device, *_ in self.pools):
                 raise NotImplementedError(
                     "Layers of this model have different key or value sizes, which one pool with a byte budget can't "
                     "hold. Leave gpu_memory and host_memory at 'auto'.")
-            pool = BlockPool(keys.device, keys.dtype, elements, budget, config.host_bytes)
+            pool = BlockPool(keys.device, keys.dtype, elements, budget, host, pools)
             for other in self.pools.values():
                 pool.lock = other.lock                      # threads of forks take turns in all pools, or in none
+                if pool.tiered and other.tiered and other.device == pool.device:
+                    pool.host_tier.link = other.host_tier.link      # one layer at a time is stored beside
+            if config.fetcher == "copy_engine":
+                pool.host_tier.use_copy_engine()
             self.pools[key] = pool
         return self.pools[key]
 
@@ -105,7 +126,7 @@ class CacheState:
         rows = max((user.batch for user in users if id(user) in mine), default=0)
         columns = max((user.table.shape[2] for user in users if id(user) in mine), default=0)
         sizes = [(user, rows, columns) if id(user) in mine else (user, user.batch, user.table.shape[2]) for user in users]
-        scale = max(1.0, self.layers / len(users)) if self.devices == 1 else 1.0
+        scale = max(1.0, self.pool_layers / len(users)) if self.devices == 1 else 1.0
         other = int(sum(user.side_bytes(*size) for user, *size in sizes) * scale)
         if not pool.tiered:
             pool.check_budget(pool.slots + pool.lacking(ids), other)
@@ -116,11 +137,11 @@ class CacheState:
         most = least + int(sum(batch * user.heads * columns for user, batch, columns in sizes) * scale)
         slots = most if pool.budget is None else min(most, (pool.budget - other) // pool.block_bytes)
         if slots < least:
-            found = f" ({format_bytes(pool.budget)} were free)" if self.config.gpu_bytes is None else ""
+            found = f" ({format_bytes(pool.budget * pool.pools)} were free)" if self.config.gpu_bytes is None else ""
             raise ValueError(
                 f"gpu_memory={self.config.gpu_memory!r}{found} is too small: this context and batch need at least "
-                f"{format_bytes(other + least * pool.block_bytes)} ({least} slots of {pool.block_bytes} bytes, and "
-                f"{other} bytes of digests and tables). Raise gpu_memory. Nothing in the cache was lost.")
+                f"{format_bytes(pool.pools * (other + least * pool.block_bytes))} ({least} slots of {pool.block_bytes} bytes, "
+                f"and {other} bytes of digests and tables{pool.among}). Raise gpu_memory. Nothing in the cache was lost.")
         pool.resize(slots)
 
     def warn_dense(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 
 from ..config import PSAConfig
+from ..kernels.copy_engine import CopyEngineTier
 from ..kernels.decode import FIELDS, NO_LIMIT, DecodePolicy, DecodeShape, DecodeWork, decode_layer
 from ..kernels.tiering import Tier, TierWork
 from .layer import PSALayer
@@ -37,11 +38,11 @@ class StaticStep:
 
     def __init__(self, config: PSAConfig, layers: int):
         self.policy, self.eviction = decode_policy(config), config.eviction
-        self.layers = layers
+        self.layers, self.per_layer = layers, config.pool == "per_layer"
         self.work: dict[tuple, DecodeWork] = {}             # by device and shape
         self.desc: dict[torch.device, torch.Tensor] = {}    # [layers, FIELDS]
         self.orders: dict[torch.device, set[int]] = {}      # which layers are there
-        self.tier_work: dict[torch.device, TierWork] = {}
+        self.tier_work: dict[tuple, TierWork] = {}          # by pool: device, and layer if it has one of its own
         self.known: list[tuple] = [()] * layers             # versions of what each row describes
 
     def prepare(self, layers: list[PSALayer]) -> None:
@@ -73,10 +74,12 @@ class StaticStep:
 
     def _tier_work(self, layer: PSALayer, work: DecodeWork) -> TierWork:
         misses, slots = layer.batch * layer.heads * work.width, layer.pool.slots
-        tier = self.tier_work.get(layer.device)
+        pool = layer.device, layer.order if self.per_layer else None
+        tier = self.tier_work.get(pool)
         if tier is None or tier.use.shape[0] != slots or tier.misses.shape[0] < misses:
-            tier = self.tier_work[layer.device] = TierWork(slots, misses, max(VICTIMS, slots // 4), layer.device)
-            self._forget_others(layer)
+            tier = self.tier_work[pool] = TierWork(slots, misses, max(VICTIMS, slots // 4), layer.device)
+            if not self.per_layer:
+                self._forget_others(layer)
         return tier
 
     def _forget_others(self, layer: PSALayer) -> None:
@@ -88,10 +91,12 @@ class StaticStep:
         work, tier = self.work[layer.device, _shape(layer)], None
         orders = self.orders[layer.device]
         if layer.pool.tiered:
-            users = [other for other in layer.state.live_layers() if other.is_initialized and other.device == layer.device]
-            tier = Tier(layer.pool.block_bytes, self.eviction, len(users))
+            users = [other for other in layer.state.live_layers() if other.is_initialized and other.pool is layer.pool]
+            common, loader = (layer.pool.block_bytes, self.eviction, len(users)), layer.pool.host_tier.loader
+            tier = Tier(*common) if loader is None else CopyEngineTier(
+                *common, loader=loader, kv=layer.pool.kv, host=layer.pool.host, most=layer.batch * layer.heads * work.width)
         return decode_layer(self.desc[layer.device][layer.order], work, query, key, value, sinks, scaling, softcap, tier,
-                            first=layer.order == min(orders))
+                            first=self.per_layer or layer.order == min(orders))
 
 
 def _shape(layer: PSALayer) -> DecodeShape:

@@ -37,7 +37,7 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
     true = _true_mass(layer, q, softcap) if config.verify else None
     layer.stats.record(read + forced[:, None], total, mass, coverage, true, sink_logits)
     if layer.pool.tiered:
-        layer.pool.clock += 1.0 / layer.state.layers
+        layer.pool.clock += 1.0 / layer.state.pool_layers
     if sink_logits is not None:
         output = output * torch.sigmoid(mass - sink_logits)[..., None]
     return output.to(query.dtype).flatten(1, 2)[:, :, None]

@@ -127,6 +127,8 @@ class WindowLayer(LayerProtocol):
         self.length = pending.start + count
         self.oldest = max(self.oldest, self.length - self.capacity)
         pending.committed = True
+        if self.pending is pending:
+            self.pending = None                             # the ring holds what is needed of it
         return everything
 
     def _enlarge(self, capacity: int) -> None:

@@ -7,6 +7,7 @@ sparse step, and `check_sparse` raises where nothing was sparse.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class Reading:
     """What the model predicted for a gold answer.
 
     Args:
-        log_probs: [answer tokens, vocabulary] fp64 log-probabilities on the CPU, each given the gold tokens before.
+        log_probs: [answer tokens, vocabulary] fp64 log-probabilities (of `answer` on the CPU), each given the gold tokens before.
         stats: `PSACache.stats()` of the fork that answered.
     """
 
@@ -52,7 +53,7 @@ def prefill(model, context: tuple[int, ...], config: PSAConfig, chunk: int | Non
     cache = PSACache(model.config, config.replace(sparse_queries=False))
     ids = torch.tensor([context], device=model.device)
     for part in ids.split(chunk or len(context), dim=1):
-        model(input_ids=part, **{CACHE_ARGUMENT: cache}, use_cache=True, **_last_logits(model, 1))
+        model(input_ids=part, **{CACHE_ARGUMENT: cache}, use_cache=True, **last_logits(model, 1))
     return cache
 
 
@@ -73,7 +74,7 @@ def answer(model, cache: PSACache, question: Question, dense: bool = False, one_
     ids = torch.tensor([question.prompt + question.answer[:-1]], device=model.device)
     wanted = len(question.answer)
     if one_forward:
-        logits = model(input_ids=ids, **{CACHE_ARGUMENT: fork}, use_cache=True, **_last_logits(model, wanted)).logits
+        logits = model(input_ids=ids, **{CACHE_ARGUMENT: fork}, use_cache=True, **last_logits(model, wanted)).logits
     else:
         logits = torch.cat([model(input_ids=one, **{CACHE_ARGUMENT: fork}, use_cache=True).logits
                             for one in ids.split(1, dim=1)], dim=1)
@@ -84,6 +85,46 @@ def answer(model, cache: PSACache, question: Question, dense: bool = False, one_
     if not dense:
         check_sparse(stats, fork.config, ids.shape[1])
     return Reading(torch.log_softmax(logits, dim=-1), stats)
+
+
+@torch.no_grad()
+def answers(model, cache: PSACache, questions: Sequence[Question], dense: bool = False) -> list[Reading]:
+    """Ask several questions on one prefilled context, those of one length together, as rows of one batch.
+
+    Rows share the blocks of the context. On a GPU whose kernels serve the cache's settings they decode, a token a forward;
+    else one forward takes all tokens through the reference.
+
+    Returns:
+        A Reading a question; questions that were asked together share their stats.
+
+    Raises:
+        ValueError: the cache holds more than one row. DenseDecodeError, FloatingPointError: see `answer`.
+    """
+    if cache.batch_size != 1:
+        raise ValueError(f"questions are asked on one context, the cache holds {cache.batch_size} rows")
+    lengths = [len(question.prompt) + len(question.answer) - 1 for question in questions]
+    readings: list[Reading | None] = [None] * len(questions)
+    for length in dict.fromkeys(lengths):
+        places = [place for place, other in enumerate(lengths) if other == length]
+        asked = [questions[place] for place in places]
+        fork = cache.fork(**(DENSE if dense else {"sparse_queries": True}))
+        if len(asked) > 1:
+            fork.batch_repeat_interleave(len(asked))
+        ids = torch.tensor([question.prompt + question.answer[:-1] for question in asked], device=model.device)
+        keep = max(len(question.answer) for question in asked)
+        by_token = not dense and model.device.type == "cuda" and fork.state.kernels(model.device, model.dtype)
+        parts = ids.split(1, dim=1) if by_token else [ids]
+        logits = torch.cat([model(input_ids=part, **{CACHE_ARGUMENT: fork}, use_cache=True,
+                                  **last_logits(model, min(keep, part.shape[1]))).logits[:, -keep:] for part in parts], 1)
+        if not bool(torch.isfinite(logits[:, -keep:]).all()):
+            raise FloatingPointError(f"the model's logits are not finite ({'dense' if dense else 'sparse'} attention)")
+        stats = fork.stats()
+        if not dense:
+            check_sparse(stats, fork.config, length)
+        for place, row in zip(places, logits):
+            own = row[-len(questions[place].answer):].double()
+            readings[place] = Reading(torch.log_softmax(own, dim=-1), stats)
+    return readings
 
 
 def check_sparse(stats: dict, config: PSAConfig, tokens: int) -> None:
@@ -114,7 +155,7 @@ def divergence(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
     return (dense.exp() * (dense - sparse)).sum(-1).clamp(min=0.0)
 
 
-def _last_logits(model, count: int) -> dict:
+def last_logits(model, count: int) -> dict:
     """Ask only for the logits that are read, from models that can do so: a vocabulary times a context is a lot."""
     known = inspect.signature(model.forward).parameters
     return {"logits_to_keep": count} if "logits_to_keep" in known else {}

@@ -7,9 +7,11 @@ from __future__ import annotations
 import random
 
 from .samples import Haystack, Sample
+from .words import alike
 
 KEYS = ("lighthouse", "orchard", "violin", "glacier", "lantern", "harbour", "meadow", "compass", "falcon", "quarry",
-        "saddle", "walnut", "chimney", "pebble", "anchor", "thistle")
+        "saddle", "walnut", "chimney", "pebble", "anchor", "thistle", "candle", "garden", "window", "rocket", "pencil",
+        "basket", "mirror", "bridge")
 COUNT = 8
 FACT = "The special magic number for the {key} is {value}."
 QUESTION = ("\n\nWhat is the special magic number for the {key} mentioned in the text above? "
@@ -17,9 +19,12 @@ QUESTION = ("\n\nWhat is the special magic number for the {key} mentioned in the
 
 
 def build(haystack: Haystack, length: int, seed: int, depth: float) -> Sample:
-    """A context with 8 six-digit numbers spread over it, and a question for each. `depth` is not used."""
+    """A context with 8 six-digit numbers spread over it, and a question for each. `depth` is not used.
+
+    Where the tokenizer allows it, the questions are of one length in tokens.
+    """
     rng = random.Random(f"needles {seed}")
-    keys = rng.sample(KEYS, COUNT)
+    keys = rng.sample(alike(haystack, KEYS, COUNT), COUNT)
     values = [str(v) for v in rng.sample(range(100_000, 1_000_000), COUNT)]
     depths = [(i + rng.random()) / COUNT for i in range(COUNT)]
     facts = [(d, FACT.format(key=k, value=v)) for d, k, v in zip(depths, keys, values)]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from ..config import PSAConfig
 from ..patches.model import patched
-from . import continuation, needles, passkey, verbatim
+from . import common_words, continuation, multi_value, needles, passkey, variable_tracking, verbatim
 from .decoding import answer, divergence, prefill
 from .report import Answer, Report, summarise
 from .samples import Haystack, Question, Sample
@@ -13,6 +13,7 @@ from .text import load_paragraphs
 
 TASKS: dict[str, Callable[[Haystack, int, int, float], Sample]] = {
     "passkey": passkey.build, "needles": needles.build, "copy": verbatim.build, "kl": continuation.build,
+    "multi_value": multi_value.build, "variable_tracking": variable_tracking.build, "common_words": common_words.build,
 }
 
 
@@ -46,7 +47,7 @@ def evaluate(model, tokenizer, tasks: Sequence[str] = ("passkey", "needles", "co
     Args:
         model: a causal language model; patched while this runs, and then what it was before.
         tokenizer: its tokenizer.
-        tasks: of "passkey", "needles" (8 keys, six digits), "copy" and "kl".
+        tasks: names in TASKS, such as "passkey", "needles" (8 keys, six digits), "copy" and "kl".
         length: context tokens; a passkey or needle context ends with a whole paragraph, so it may be a little shorter.
         samples: contexts a task.
         config: PSAConfig, a preset's name, a dict or None; `overrides` change fields of it.

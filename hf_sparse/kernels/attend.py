@@ -12,6 +12,7 @@ from . import descriptor as d
 from .append import forced_masses, softcap_log2
 from .location import block_offset, host_offset
 from .overlap import let_next_start, wait_for_previous
+from .residency import await_blocks
 
 
 @triton.jit
@@ -113,8 +114,11 @@ def queries(Q, pid, q_b, q_h, H: tl.constexpr, G: tl.constexpr, RQ: tl.constexpr
 def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
                   D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr,
                   CB: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, TIERED: tl.constexpr,
-                  OVERLAP: tl.constexpr):
-    """Programs (row and KV head, stripe of chunks). Writes PART, PART_MASS and PART_LEFT of each chunk."""
+                  BESIDE: tl.constexpr, THREADS: tl.constexpr, OVERLAP: tl.constexpr):
+    """Programs (row and KV head, stripe of chunks). Writes PART, PART_MASS and PART_LEFT of each chunk.
+
+    BESIDE: run beside the fetch, which has seen to it that the selection has ended.
+    """
     let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
     kv, element, row, ranked, share, estimate, width = row_of(desc, pid, GP, TYPE)
@@ -122,18 +126,23 @@ def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr,
     RQ: tl.constexpr = 16 if GP < 16 else GP
     rg, rc = tl.arange(0, GP), tl.arange(0, CB)
     qq = queries(Q, pid, q_b, q_h, H, G, RQ, D, DP)
-    wait_for_previous(OVERLAP)
+    if not BESIDE:
+        wait_for_previous(OVERLAP)
     planned = tl.load(INFO + pid * 8)
     chunks = (planned + CB - 1) // CB
     if tl.program_id(1) < chunks:
         total = tl.load(TOT + pid * GP + rg)
         for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
+            if BESIDE:
+                await_blocks(desc, row, ranked, chunk * CB, planned, CB, THREADS)
             rank = chunk * CB + rc
             n = tl.load(ranked + rank, mask=rank < planned, other=0)
             e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(rank < planned)[None, :], other=float("-inf"))
             attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, chunk * CB, planned, CB * P,
                           part + chunk * GP * DVP, part_mass + chunk * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE, CAP, TIERED)
             tl.store(part_left + chunk * GP + rg, tl.sum(tl.exp2(e - total[:, None]), 1))
+    if BESIDE:
+        wait_for_previous(OVERLAP)                          # those after this one count on the fetch, too
 
 
 @triton.jit

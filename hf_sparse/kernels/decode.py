@@ -93,7 +93,8 @@ class DecodeWork:
         shape = self.shape
         B, H, GP = shape.batch, shape.heads, shape.group_pad
         width = -(-blocks // 256) * 256
-        chunks = max(-(-width // reading(B * H).chunk_blocks), TUNING.extend_programs)
+        planned = min(width, self.policy.max_blocks)
+        chunks = max(-(-planned // reading(B * H).chunk_blocks), TUNING.extend_programs)
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
         self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
@@ -198,7 +199,8 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, TYPE=TYPES[shape.dtype], CAP=cap, **tiered, **start)
     attend_kernel[(rows, per_row(how.waves))](
         desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read, CB=CB,
-        TT=max(P, min(how.tile, CB * P, 16384 // DP)), num_warps=how.warps, num_stages=1)
+        TT=max(P, min(how.tile, CB * P, 16384 // DP)), BESIDE=overlap and tier is not None and tier.beside,
+        THREADS=32 * how.warps, num_warps=how.warps, num_stages=1)
     merge_kernel[(rows, G)](
         desc, work.forced, work.forced_mass, work.total, work.info, work.mass, sinks, out, policy.threshold,
         **common, DV=DV, DVP=DVP, CB=CB, CT=tune.merge_tile, TYPE=TYPES[shape.dtype], SINKS=sinks_given, VERIFY=verify,

@@ -5,7 +5,8 @@ A layer's step, each line a launch that sees all of the one before:
     rank        `admit` and `settle`: the block that a token opens gets a slot, the one that it closes goes to the host
     select      its programs call `touch` with what they plan to read: slots are stamped, what has none is listed once
     fetch       a few programs give every listed block a slot and copy it in; the last one to finish ends the step
-    attend      reads blocks from their slots
+    attend      reads blocks from their slots; where kernels may overlap it starts with the fetch, and waits for each
+                listed block that it comes to (`await_blocks`)
 
 Beside the ranking, `append` calls `admit` for the slot that its token goes to, and `settle` for what follows from the token.
 Once a token, between two fetches, the kernels of `victims.py` put slots in the order of eviction.
@@ -145,6 +146,13 @@ def _take(desc, state, tick):
 @triton.jit
 def _assign(desc, state, block, slot, USED: tl.constexpr, POLICY: tl.constexpr):
     """Put a block into a slot that this program has claimed, in place of what was there; slot 0: it got none."""
+    _make_room(desc, state, block, slot, USED, POLICY)
+    tl.store(d.address(desc, d.SLOT_OF, tl.int64) + block, slot)
+
+
+@triton.jit
+def _make_room(desc, state, block, slot, USED: tl.constexpr, POLICY: tl.constexpr):
+    """`_assign` but for the last step, which lets others find the block in its slot."""
     slot_of, block_in = d.address(desc, d.SLOT_OF, tl.int64), d.address(desc, d.BLOCK_IN, tl.int64)
     priority, history = d.address(desc, d.PRIORITY, tl.float64), d.address(desc, d.HISTORY, tl.float64)
     clock = tl.load(d.address(desc, d.CLOCK, tl.float64))
@@ -157,7 +165,6 @@ def _assign(desc, state, block, slot, USED: tl.constexpr, POLICY: tl.constexpr):
         new = _on_use(new, clock, POLICY)
     tl.store(priority + slot, new, mask=there)
     tl.store(block_in + slot, block, mask=there)
-    tl.store(slot_of + block, slot)
     tl.atomic_add(state + FAILED, (slot == 0).to(tl.int64), sem="relaxed")
 
 
@@ -167,13 +174,15 @@ def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constex
     """Every block of the miss list into a slot, by a few programs; the last one to finish begins the next layer step.
 
     BYTES: of a block. WORD: the type it is copied in, int32 where its bytes allow it. TILE: words in flight a program.
+    The kernel after this one may start once the selection has ended and all programs of this one run, so that whoever
+    waits for a listed block keeps no program of this one out. It has to wait for the end of this one before it ends itself.
     """
-    let_next_start(OVERLAP)
     WORDS: tl.constexpr = BYTES // (WORD.primitive_bitwidth // 8)
     state = d.address(desc, d.RESIDENCY, tl.int64)
-    misses = d.address(desc, d.MISSES, tl.int64)
+    misses, slot_of = d.address(desc, d.MISSES, tl.int64), d.address(desc, d.SLOT_OF, tl.int64)
     host, kv = d.address(desc, d.HOST, WORD), d.address(desc, d.KV, WORD)
     wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     missed, tick = tl.load(state + MISSED).to(tl.int32), tl.load(state + TICK)
     r = tl.arange(0, TILE)
     for m in range(tl.program_id(0), missed, tl.num_programs(0)):
@@ -182,13 +191,15 @@ def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constex
         # The way to the host is long: look for a slot meanwhile.
         words = tl.load(source + r, mask=r < WORDS, other=0, cache_modifier=".cg")
         slot = _take(desc, state, tick)
-        _assign(desc, state, block, slot, True, POLICY)
+        _make_room(desc, state, block, slot, True, POLICY)
         if slot > 0:
             target = kv + slot * WORDS
             tl.store(target + r, words, mask=r < WORDS)
             for low in range(TILE, WORDS, TILE):
                 words = tl.load(source + low + r, mask=low + r < WORDS, other=0, cache_modifier=".cg")
                 tl.store(target + low + r, words, mask=low + r < WORDS)
+        tl.debug_barrier()                                  # all threads have stored their words
+        tl.atomic_xchg(slot_of + block, slot, sem="release")
     tl.debug_barrier()                                      # no thread has yet to read what the last program resets
     if tl.atomic_add(state + ARRIVED, tl.full([], 1, tl.int64), sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(state + ARRIVED, 0)
@@ -196,6 +207,26 @@ def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constex
         tl.store(state + TICK, tick + 1)
         clock = d.address(desc, d.CLOCK, tl.float64)
         tl.store(clock, tl.load(clock) + tl.full([], 1.0, tl.float64) / LAYERS)
+
+
+@triton.jit
+def await_blocks(desc, row, ranked, first, last, COUNT: tl.constexpr, THREADS: tl.constexpr):
+    """Beside the fetch: until none of entries first.. below `last` of a list, at most COUNT, is on its way.
+
+    THREADS: of the program, so that each stands for one element and none sees another number than its fellows.
+    """
+    slot_of = d.address(desc, d.SLOT_OF, tl.int64)
+    entry = first + tl.arange(0, THREADS) % COUNT
+    n = tl.load(ranked + entry, mask=entry < last, other=0)
+    block = tl.load(row + n, mask=entry < last, other=0)
+    slot = tl.load(slot_of + block, mask=entry < last, other=0, cache_modifier=".cg")
+    if tl.min(slot, 0) < 0:
+        for i in range(COUNT):
+            if first + i < last:
+                at = slot_of + tl.load(row + tl.load(ranked + first + i))
+                none = tl.full([], 0, tl.int64)
+                while tl.atomic_add(at, none, sem="acquire") < 0:
+                    pass
 
 
 @triton.jit

@@ -44,6 +44,7 @@ class Tier:
     block_bytes: int
     eviction: str
     layers: int                                             # of the pool
+    beside: bool = True                                     # attention may start with the fetch, where kernels overlap
 
     def rank_constants(self, leaving: int) -> dict:
         """Constants of `append`; `leaving`: the most blocks that leave the tail at once."""

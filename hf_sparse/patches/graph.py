@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from functools import lru_cache
 
 import torch
 from torch.library import custom_op
@@ -247,12 +248,22 @@ def valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
 
 
 def capturable(model, cache: PSACache) -> bool:
-    """Whether every layer's decode step is the kernels', on one GPU."""
-    return (cache.config.compile and model.device.type == "cuda" and model._hf_sparse.support == "sparse"
-            and all(isinstance(layer, PSALayer) for layer in cache.layers)
-            and len(set((getattr(model, "hf_device_map", None) or {"": 0}).values())) == 1
-            and getattr(model, "hf_quantizer", None) is None
-            and cache.state.kernels(model.device, model.dtype))
+    """Whether every layer's decode step is the kernels' alone, on one GPU. If it is not for the fetcher, says so once."""
+    kernels = (cache.config.compile and model.device.type == "cuda" and model._hf_sparse.support == "sparse"
+               and all(isinstance(layer, PSALayer) for layer in cache.layers)
+               and len(set((getattr(model, "hf_device_map", None) or {"": 0}).values())) == 1
+               and getattr(model, "hf_quantizer", None) is None
+               and cache.state.kernels(model.device, model.dtype))
+    if kernels and cache.config.fetcher != "kernel":
+        _warn_uncaptured(cache.config.fetcher)
+        return False
+    return kernels
+
+
+@lru_cache(maxsize=None)
+def _warn_uncaptured(fetcher: str) -> None:
+    warnings.warn(f"fetcher={fetcher!r} decodes uncaptured: the host takes part in every layer's step. compile=False says that "
+                  "this is meant.", UserWarning, stacklevel=2)
 
 
 def _key(cache: PSACache) -> tuple:

@@ -17,6 +17,7 @@ from ..config import PSAConfig
 from . import support
 from .attention import NAME, register
 from .graph import get_compiled_call, valid_auto_compile_criteria
+from .prefill import in_chunks
 
 _STATE = "_hf_sparse"
 
@@ -152,7 +153,8 @@ def _generate_with(model, cache: PSACache, kwargs: dict, generation_config, run)
     def checked():
         _check_generate(model, cache, kwargs, generation_config)
         model.last_psa_cache = cache
-        return run()
+        with in_chunks(model, cache, kwargs, generation_config) as more:
+            return run(**more)
 
     return cache.owner.run(checked)                         # one thread, from the first token to the last
 

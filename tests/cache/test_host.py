@@ -47,7 +47,8 @@ class Driver:
     def pinned(self, tier: HostTier) -> int:
         """Bytes from the start of the tier that are pinned without a gap."""
         end = tier.rows.data_ptr()
-        while end in self.regions:
+        after = end + tier.rows.nbytes  # another tier may lie right behind
+        while end in self.regions and end < after:
             end += self.regions[end]
         return end - tier.rows.data_ptr()
 

@@ -71,6 +71,23 @@ def test_masks(kind, softcap, with_sinks):
     torch.testing.assert_close(output.double(), reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU"))])
+@pytest.mark.parametrize(("softcap", "with_sinks"), EXTRAS)
+@pytest.mark.parametrize("queries", [1, 4, 9])
+def test_the_last_queries_of_a_row(queries, softcap, with_sinks, device):
+    """Causal for fewer queries than keys: the last one sees everything. On a GPU in 16 bits, for its fast kernels."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    query, keys, values = draw(queries=queries, value_dim=16, dtype=dtype)
+    sinks = torch.randn(6) if with_sinks else None
+    on_device = lambda x: None if x is None else x.to(device)  # noqa: E731
+    output = exact_attention(*map(on_device, (query, keys, values)), None, 0.3, softcap, on_device(sinks), causal=True)
+    visible = torch.ones(2, 6, 9, 9, dtype=torch.bool).tril()[:, :, -queries:]
+    reference = expected(query, keys, values, visible, 0.3, softcap, sinks)
+    tolerance = 1e-5 if device == "cpu" else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.cpu().double(), reference, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 def test_additive_mask(with_sinks):
     query, keys, values = draw()

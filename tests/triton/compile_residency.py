@@ -9,7 +9,9 @@ import sys
 import torch
 
 from hf_sparse.kernels import tiering
+from hf_sparse.kernels.copy_engine import order_kernel
 from hf_sparse.kernels.descriptor import FIELDS
+from hf_sparse.kernels.loader import BLOCK_BITS
 from hf_sparse.kernels.residency import POLICIES, admit_kernel, settle_kernel, touch_kernel
 
 from .compile_kernels import Recorder, compile_launch
@@ -33,6 +35,8 @@ def record(block_bytes: int, policy: str) -> list:
         for name, kernel in kernels.items():
             setattr(tiering, name, kernel)
     Recorder(admit_kernel, launches)[1](desc[0], H=4, P=32, POLICY=POLICIES[policy], num_warps=1, num_stages=1)
+    Recorder(order_kernel, launches)[1](desc[0], torch.zeros(8, dtype=torch.int64), LAYERS=2, POLICY=POLICIES[policy],
+                                        BITS=BLOCK_BITS, num_warps=1, num_stages=1)
     Recorder(touch_kernel, launches)[1](desc[0], torch.zeros(8, 8, dtype=torch.int32), POLICY=POLICIES[policy],
                                         TILE=512, num_warps=16, num_stages=1)
     Recorder(settle_kernel, launches)[1](desc[0], H=4, P=32, UB=4, SINK=1, RECENT=1, TAIL=8, POLICY=POLICIES[policy],

@@ -64,13 +64,12 @@ class Run:
 
     def check_pool(self) -> None:
         """Slots and ids say the same of each other, what is always read has a slot, and closed blocks are in the host tier."""
-        pool = self.pool
-        held = pool.block_in.nonzero().squeeze(1)
-        assert torch.equal(pool.slot_of[pool.block_in[held]], held)
-        assert int((pool.slot_of > 0).sum()) == len(held) and int((pool.slot_of < 0).sum()) == 0
-        assert torch.equal(torch.isinf(pool.priority[1:]), pool.block_in[1:] == 0)
         for layer in self.layers:
-            P = self.config.block_size
+            pool, P = layer.pool, self.config.block_size
+            held = pool.block_in.nonzero().squeeze(1)
+            assert torch.equal(pool.slot_of[pool.block_in[held]], held)
+            assert int((pool.slot_of > 0).sum()) == len(held) and int((pool.slot_of < 0).sum()) == 0
+            assert torch.equal(torch.isinf(pool.priority[1:]), pool.block_in[1:] == 0)
             start = layer.tail_start(layer.lengths)
             for row, length in enumerate(layer.lengths.tolist()):
                 closed = layer.table[row, :, :length // P]
@@ -121,13 +120,28 @@ def test_every_way_to_stop_gives_the_same_outputs(name):
     run.check_pool()
 
 
+def test_a_pool_for_each_layer_gives_the_same_outputs():
+    with pytest.raises(ValueError, match="too small.*for each of 2 layers") as error:
+        Run(TOKENS, gpu_memory=1, host_memory="8MiB", pool="per_layer")
+    least = parse_bytes(re.search(r"at least ([\d.]+\w*B)", str(error.value)).group(1))
+    run = Run(TOKENS, gpu_memory=least, host_memory="8MiB", pool="per_layer")
+    assert all(map(torch.equal, run.decode(STEPS), resident("threshold")))
+    run.check_pool()
+    pools = [layer.pool for layer in run.layers]
+    assert pools[0] is not pools[1]
+    for pool in pools:
+        assert pool.clock.item() == pytest.approx(STEPS) and all(count > 0 for count in pool.counters.tolist())
+    for work in run.layers[0].state.static.tier_work.values():
+        assert work.state[:2].tolist() == [1 + STEPS, 0]    # its own ticks, and nothing left to fetch
+
+
 def test_a_pool_too_small_for_what_a_step_reads_reads_from_the_host():
     """Slots for the always-read blocks and two more."""
     run = Run(TOKENS, gpu_memory="16MiB", host_memory="4MiB")
     run.pool.resize(1 + sum(layer.pinned_blocks(2) for layer in run.layers) + 2)
     assert all(map(torch.equal, run.decode(STEPS), resident("threshold")))
     run.check_pool()
-    work = run.layers[0].state.static.tier_work[torch.device("cpu")]
+    work = run.layers[0].state.static.tier_work[torch.device("cpu"), None]
     assert int(work.state[7]) > 0                           # blocks that got no slot
 
 

@@ -5,6 +5,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 # Logits of one piece of a prompt that are held at a time; the result does not depend on it.
 LOGIT_ELEMENTS = 2**22
@@ -16,7 +17,7 @@ def exact_attention(query, keys, values, mask, scaling: float, softcap: float = 
     Args:
         query: [B, Hq, Q, D]; keys: [B, H, T, D]; values: [B, H, T, Dv]; Hq a multiple of H.
         mask: None, bool (True: attend) or additive float, broadcastable to [B, 1, Q, T].
-        causal: every query i attends to keys 0..i (Q == T); `mask` is then None.
+        causal: queries are those of the last tokens (Q <= T), and attend to no later key; `mask` is then None.
         sinks: [Hq] logits that take part in the normalisation only, or None.
 
     Returns:
@@ -24,6 +25,14 @@ def exact_attention(query, keys, values, mask, scaling: float, softcap: float = 
     """
     group = query.shape[1] // keys.shape[1]
     if not softcap and sinks is None:
+        if causal and query.shape[2] < keys.shape[2]:
+            if query.is_cuda and query.shape[3] % 8 == 0 and \
+                    can_use_flash_attention(SDPAParams(query, keys, values, None, 0.0, False, group > 1)):
+                # To this op, causal means that the last query sees the last key; a mask would take it to a kernel that holds
+                # all logits.
+                return torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, is_causal=True, scale=scaling)[0]
+            position = torch.arange(keys.shape[2], device=query.device)
+            mask, causal = (position <= position[-query.shape[2]:, None])[None, None], False
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, is_causal=causal,
                                               enable_gqa=group > 1)
     B, Hq, Q, _ = query.shape
@@ -38,7 +47,8 @@ def exact_attention(query, keys, values, mask, scaling: float, softcap: float = 
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         if causal:
-            ahead = torch.arange(T, device=query.device) > torch.arange(low, high, device=query.device)[:, None]
+            own = torch.arange(T - Q + low, T - Q + high, device=query.device)[:, None]
+            ahead = torch.arange(T, device=query.device) > own
             logits = logits.masked_fill(ahead, -math.inf)
         elif mask is not None:
             rows = mask if mask.shape[-2] == 1 else mask[..., low:high, :]

@@ -17,6 +17,7 @@ import torch
 
 from ...eviction import POLICIES
 from ..host_link import link_of
+from ..loader import loader_of
 
 
 def is_tiered(tiers) -> bool:
@@ -92,7 +93,11 @@ def acquire(tiers, blocks, wanted, policy: str, load: bool, use: bool = False, c
     rules = POLICIES[policy]
     priority[target] = rules.on_load(history[torch.where(lead, blocks, 0)], clock)
     if load:
-        fill(tiers, blocks, target)
+        loader = loader_of(host)
+        if loader is not None:
+            loader.load(kv, host, blocks, target)
+        else:
+            fill(tiers, blocks, target)
     slots = slot_of[blocks]
     if use:
         priority[slots] = rules.on_use(priority[slots], clock)

@@ -1,0 +1,230 @@
+"""Policies by name: what decides which blocks are read, in one line that can be typed and printed.
+
+    NAME[@VALUE][/WORD ...][/FIELD=VALUE ...]
+
+NAME: "dense"; "psa" (VALUE: threshold), "topk" and "topp" (VALUE: share of the blocks or number of them; estimated mass), all
+three with the default digest; "oracle" (ranked by the exact masses; VALUE: threshold); "quest", "arkvale" and "lserve", fixed
+budgets with the digests and page sizes of these papers (VALUE: share of the blocks up to 1, or tokens).
+
+WORD: a digest ("channel_codes", "key_bits", "cuboid_mean", "min_max", "centroid", "pages", "oracle") or a stop rule ("estimate",
+"window", "nleft", "paper", "true"), and "rounds" or "cut": whether the rule is checked between rounds of blocks, as the PyTorch
+reference does, or all blocks above a cut are read, as the kernels do.
+
+FIELD: any field of PSAConfig that says how blocks are chosen or digested, and "reuse": tokens that share one selection.
+
+"psa@0.9/cuboid_mean/window", "topk@0.3/cuboid_mean", "psa/block_size=64", "lserve@4096", "oracle@0.95", "psa@0.85/reuse=4".
+The stop rule "true" and the digest "oracle" know what no implementation can: they are bounds, to compare with.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import DIGESTS, STOP_RULES, PSAConfig
+
+PAGE_TOKENS, LOGICAL_TOKENS = 64, 16                        # LServe (arXiv 2502.14866): pages are read, logical pages digested
+QUEST_TOKENS = 16                                           # Quest (arXiv 2406.10774)
+SIMULATED_DIGESTS = ("pages", "oracle")
+RULES = (*STOP_RULES, "true")
+READINGS = ("rounds", "cut")
+TOKEN_LEVEL = ("channel_codes", "key_bits", "oracle")
+FIELDS = ("threshold", "policy", "digest", "key_bits", "stop_rule", "stop_window", "group_stop", "group_reduction", "block_size",
+          "sink_blocks", "recent_blocks", "min_blocks", "max_blocks", "top_k", "top_p", "round_blocks", "round_growth",
+          "dense_layers")
+
+NAMES: dict[str, tuple[str | None, dict]] = {               # what VALUE sets, and the settings
+    "dense": (None, {"threshold": 1.0}),
+    "psa": ("threshold", {}),
+    "topk": ("top_k", {"policy": "top_k"}),
+    "topp": ("top_p", {"policy": "top_p"}),
+    "oracle": ("threshold", {"digest": "oracle"}),
+    "quest": ("tokens", {"policy": "top_k", "digest": "min_max", "block_size": QUEST_TOKENS}),
+    "arkvale": ("tokens", {"policy": "top_k", "digest": "cuboid_mean"}),
+    "lserve": ("tokens", {"policy": "top_k", "digest": "pages", "block_size": PAGE_TOKENS}),
+}
+DEFAULT_VALUES = {"topk": 0.1, "quest": 0.1, "arkvale": 0.1, "lserve": 4096}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to choose blocks.
+
+    Args:
+        name: as it was asked for; identifies the policy in results.
+        config: settings of the sparse cache; where `digest` or `stop_rule` is none of the library's, the nearest.
+        digest: what blocks are ranked by: a digest of the library, "pages" or "oracle".
+        stop_rule: a stop rule of the library, or "true" (the mass that really is left).
+        reading: "rounds" or "cut".
+        reuse: tokens that share one selection.
+    """
+
+    name: str
+    config: PSAConfig
+    digest: str
+    stop_rule: str
+    reading: str
+    reuse: int = 1
+
+    @property
+    def dense(self) -> bool:
+        return self.config.policy == "threshold" and self.config.threshold == 1.0
+
+    @property
+    def real(self) -> bool:
+        """Whether a PSACache can decode like this; the rest is simulated only."""
+        return self.digest in DIGESTS and self.stop_rule in STOP_RULES and self.reuse == 1
+
+    @property
+    def threshold(self) -> float | None:
+        """The mass asked for, None for policies without such a thing."""
+        return {"threshold": self.config.threshold, "top_p": self.config.top_p}.get(self.config.policy)
+
+    def to_dict(self) -> dict:
+        """JSON-ready; equal for policies that choose the same blocks, whatever they are called."""
+        config = {name: value for name, value in self.config.to_dict().items() if name in FIELDS}
+        return {**config, "digest": self.digest, "stop_rule": self.stop_rule, "reading": self.reading, "reuse": self.reuse}
+
+
+def parse_policies(text: str | Sequence[str], base: PSAConfig | None = None) -> list[Policy]:
+    """"psa,topk@0.1" or a sequence of names -> policies, each once.
+
+    Raises:
+        ValueError: see `parse_policy`; no policy at all.
+    """
+    names = text.split(",") if isinstance(text, str) else list(text)
+    names = [name.strip() for name in names if name.strip()]
+    if not names:
+        raise ValueError(f"no policy given; choose from {', '.join(NAMES)}")
+    return [parse_policy(name, base) for name in dict.fromkeys(names)]
+
+
+def parse_policy(text: str, base: PSAConfig | None = None) -> Policy:
+    """A policy by name; the module's docstring has the grammar.
+
+    Args:
+        base: settings to start from; None: the defaults.
+
+    Raises:
+        ValueError: an unknown name, word or field, or a value that makes no sense; the message says what is known.
+    """
+    head, *words = [part.strip() for part in text.split("/")]
+    head, value = _value(text, head)
+    if head not in NAMES:
+        raise ValueError(f"policy {text!r}: there is no policy {head!r}{_closest(head, NAMES)}; choose from {', '.join(NAMES)}")
+    meaning, settings = NAMES[head]
+    settings, reading, reuse, rule_given = dict(settings), None, 1, False
+    for word in words:
+        word, late = _value(text, word)
+        key, separator, setting = word.partition("=")
+        if late is not None:
+            if value is not None:
+                raise ValueError(f"policy {text!r} has two values (@); give one")
+            value = late
+        if separator and key == "reuse":
+            reuse = _integer(text, key, setting)
+        elif separator:
+            settings[key] = _field(text, key, setting)
+            rule_given |= key == "stop_rule"
+        elif word in (*DIGESTS, *SIMULATED_DIGESTS):
+            settings["digest"] = word
+        elif word in RULES:
+            settings["stop_rule"], rule_given = word, True
+        elif word in READINGS:
+            reading = word
+        else:
+            known = (*DIGESTS, *SIMULATED_DIGESTS, *RULES, *READINGS)
+            raise ValueError(f"policy {text!r}: there is no digest or stop rule {word!r}{_closest(word, known)}; choose from "
+                             f"{', '.join(known)}, or set a field (block_size=64)")
+    _set_value(text, head, meaning, settings, DEFAULT_VALUES.get(head) if value is None else value, base)
+    return _build(text, settings, reading, reuse, rule_given, base)
+
+
+def _build(text, settings, reading, reuse, rule_given, base) -> Policy:
+    base = base or PSAConfig()
+    digest = settings.get("digest", base.digest)
+    rule = settings.get("stop_rule", base.stop_rule)
+    if rule == "estimate" and not rule_given and digest not in TOKEN_LEVEL:
+        rule = "window"                                     # as docs and errors of PSAConfig advise
+    if rule == "estimate" and digest not in TOKEN_LEVEL and settings.get("policy", base.policy) == "threshold":
+        raise ValueError(f"policy {text!r}: stop rule 'estimate' needs a digest that estimates mass token by token "
+                         f"({', '.join(TOKEN_LEVEL)}), not {digest!r}; use window, nleft, paper or true")
+    if digest == "pages":
+        size = settings.setdefault("block_size", PAGE_TOKENS)
+        if size % LOGICAL_TOKENS:
+            raise ValueError(f"policy {text!r}: digest 'pages' is made of logical pages of {LOGICAL_TOKENS} tokens, so block_size "
+                             f"must be a multiple of them, not {size}")
+    library = {"digest": {"pages": "min_max", "oracle": "channel_codes"}.get(digest, digest),
+               "stop_rule": "window" if rule == "true" else rule}
+    try:
+        config = base.replace(**{**settings, **library})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"policy {text!r}: {error}") from error
+    if rule == "true" and config.policy == "threshold":
+        config = config.replace(round_blocks=1, round_growth=1.0)        # a bound, so without the coarseness of rounds
+    if reading is None:
+        cut = rule == "estimate" and config.policy == "threshold" or config.policy == "top_p"
+        reading = "cut" if cut and digest in TOKEN_LEVEL else "rounds"
+    elif reading == "cut" and digest not in TOKEN_LEVEL:
+        raise ValueError(f"policy {text!r}: a cut needs a digest that estimates mass token by token "
+                         f"({', '.join(TOKEN_LEVEL)}), not {digest!r}")
+    elif reading == "cut" and config.policy == "threshold" and rule != "estimate":
+        raise ValueError(f"policy {text!r}: a cut goes by estimates, stop rule {rule!r} does not; leave out 'cut'")
+    return Policy(text, config, digest, rule, reading, reuse)
+
+
+def _value(text: str, part: str) -> tuple[str, float | int | None]:
+    """"psa@0.9" -> ("psa", 0.9)."""
+    name, separator, number = part.partition("@")
+    if not separator:
+        return name, None
+    try:
+        value = json.loads(number)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"policy {text!r}: {number!r} after @ is not a number") from None
+    return name, value
+
+
+def _set_value(text, head, meaning, settings, value, base) -> None:
+    if value is None:
+        return
+    if meaning is None:
+        raise ValueError(f"policy {text!r}: {head!r} takes no value")
+    if meaning != "tokens":
+        settings[meaning] = value
+        return
+    if value <= 0:
+        raise ValueError(f"policy {text!r}: the budget must be above 0: a share of the blocks up to 1, or tokens")
+    size = settings.get("block_size", (base or PSAConfig()).block_size)
+    settings["top_k"] = float(value) if value <= 1 else max(1, math.ceil(value / size))
+
+
+def _field(text: str, key: str, setting: str):
+    if key not in FIELDS:
+        raise ValueError(f"policy {text!r}: {key!r} can't be set here{_closest(key, FIELDS)}; choose from reuse, "
+                         f"{', '.join(FIELDS)}")
+    if key == "dense_layers":
+        return tuple(_integer(text, key, part) for part in setting.split("+") if part)
+    kind = {field.name: str(field.type) for field in dataclasses.fields(PSAConfig)}[key]
+    if kind == "str":
+        return setting
+    try:
+        return json.loads("null" if setting.lower() == "none" else setting)
+    except json.JSONDecodeError:
+        raise ValueError(f"policy {text!r}: {key}={setting!r} is not a number") from None
+
+
+def _integer(text: str, key: str, setting: str) -> int:
+    if not setting.isdigit() or key == "reuse" and int(setting) < 1:
+        raise ValueError(f"policy {text!r}: {key} takes whole numbers{' from 1 on' if key == 'reuse' else ''}, got {setting!r}")
+    return int(setting)
+
+
+def _closest(word: str, known) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,97 @@
+"""Policies by name: what they mean, and what is said where they mean nothing."""
+from __future__ import annotations
+
+import pytest
+
+from hf_sparse import PSAConfig
+from hf_sparse.evaluation.policies import NAMES, parse_policies, parse_policy
+
+
+@pytest.mark.parametrize(
+    ("text", "digest", "rule", "reading", "fields"),
+    [
+        ("psa", "channel_codes", "estimate", "cut", {"threshold": 0.85}),
+        ("psa@0.8", "channel_codes", "estimate", "cut", {"threshold": 0.8}),
+        ("psa@0.8/rounds", "channel_codes", "estimate", "rounds", {"threshold": 0.8, "round_blocks": 8}),
+        ("psa/window@0.9", "channel_codes", "window", "rounds", {"threshold": 0.9}),
+        ("psa@0.9/cuboid_mean", "cuboid_mean", "window", "rounds", {"threshold": 0.9}),
+        ("psa/cuboid_mean/true@0.9", "cuboid_mean", "true", "rounds", {"threshold": 0.9, "round_blocks": 1, "round_growth": 1.0}),
+        ("psa/key_bits/key_bits=3", "key_bits", "estimate", "cut", {"key_bits": 3}),
+        ("psa/group_stop=min@0.7", "channel_codes", "estimate", "cut", {"threshold": 0.7, "group_stop": "min"}),
+        ("psa/max_blocks=none/dense_layers=0+1", "channel_codes", "estimate", "cut", {"max_blocks": None, "dense_layers": (0, 1)}),
+        ("topk@0.08", "channel_codes", "estimate", "rounds", {"policy": "top_k", "top_k": 0.08}),
+        ("topk@40", "channel_codes", "estimate", "rounds", {"policy": "top_k", "top_k": 40}),
+        ("topk@0.3/cuboid_mean", "cuboid_mean", "window", "rounds", {"policy": "top_k", "top_k": 0.3}),
+        ("topp@0.9", "channel_codes", "estimate", "cut", {"policy": "top_p", "top_p": 0.9}),
+        ("topp@0.9/min_max", "min_max", "window", "rounds", {"policy": "top_p", "top_p": 0.9}),
+        ("quest@0.25", "min_max", "window", "rounds", {"policy": "top_k", "top_k": 0.25, "block_size": 16}),
+        ("quest@2048", "min_max", "window", "rounds", {"top_k": 128}),
+        ("arkvale@1", "cuboid_mean", "window", "rounds", {"top_k": 1.0, "block_size": 32}),
+        ("arkvale@1000", "cuboid_mean", "window", "rounds", {"top_k": 32}),
+        ("lserve", "pages", "window", "rounds", {"top_k": 64, "block_size": 64}),
+        ("oracle@0.95", "oracle", "estimate", "cut", {"threshold": 0.95}),
+        ("dense", "channel_codes", "estimate", "cut", {"threshold": 1.0}),
+    ],
+    ids=lambda value: value.replace("/", "_") if isinstance(value, str) else "",
+)  # fmt: skip
+def test_names_mean_settings(text, digest, rule, reading, fields):
+    policy = parse_policy(text)
+    assert (policy.name, policy.digest, policy.stop_rule, policy.reading) == (text, digest, rule, reading)
+    assert {name: getattr(policy.config, name) for name in fields} == fields
+    assert policy.dense == (text == "dense")
+    assert policy.real == (digest not in ("oracle", "pages") and rule != "true")
+
+
+def test_reuse_is_no_setting_of_a_cache():
+    policy = parse_policy("psa@0.85/reuse=4")
+    assert policy.reuse == 4 and policy.config == PSAConfig() and not policy.real
+
+
+def test_settings_start_from_those_given():
+    base = PSAConfig(threshold=0.6, block_size=8, min_context=0, stop_rule="nleft", digest="cuboid_mean")
+    policy = parse_policy("psa", base)
+    assert policy.config == base and (policy.digest, policy.stop_rule) == ("cuboid_mean", "nleft")
+    assert parse_policy("topk@0.1", base).config.block_size == 8
+
+
+def test_policies_that_choose_the_same_blocks_are_equal():
+    assert parse_policy("psa").to_dict() == parse_policy("psa@0.85/estimate/cut").to_dict()
+    assert parse_policy("psa").to_dict() != parse_policy("psa/rounds").to_dict()
+    assert parse_policy("psa").threshold == 0.85 and parse_policy("topp@0.7").threshold == 0.7
+    assert parse_policy("topk@0.1").threshold is None
+
+
+def test_lists_keep_their_order_and_each_name_once():
+    assert [p.name for p in parse_policies("topk@0.1, psa,topk@0.1,")] == ["topk@0.1", "psa"]
+    assert [p.name for p in parse_policies(["psa", "dense"])] == ["psa", "dense"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no policy given"),
+        ("pas@0.8", r"no policy 'pas' \(did you mean 'psa'\?\)"),
+        ("everything", ", ".join(NAMES)),
+        ("psa@much", "'much' after @ is not a number"),
+        ("psa@true", "not a number"),
+        ("psa@0.8/window@0.9", "two values"),
+        ("psa@1.5", r"threshold=1.5 is outside \(0, 1\]"),
+        ("dense@0.5", "'dense' takes no value"),
+        ("quest@0", "budget must be above 0"),
+        ("topk@1.5", "top_k=1.5"),
+        ("psa/windw", r"did you mean 'window'\?"),
+        ("psa/cuboid_mean/estimate", "needs a digest that estimates mass token by token"),
+        ("psa/cuboid_mean/cut", "a cut needs a digest"),
+        ("psa/window/cut", "a cut goes by estimates"),
+        ("psa/blocksize=16", r"did you mean 'block_size'\?"),
+        ("psa/gpu_memory=4GiB", "'gpu_memory' can't be set here"),
+        ("psa/block_size=big", "block_size='big' is not a number"),
+        ("psa/block_size=17", "block_size=17 is not supported"),
+        ("psa/reuse=0", "whole numbers from 1 on"),
+        ("psa/dense_layers=0+x", "whole numbers"),
+        ("lserve/block_size=8", "logical pages of 16 tokens"),
+    ],
+)
+def test_what_means_nothing_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_policies(text)
