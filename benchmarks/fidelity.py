@@ -3,7 +3,7 @@
     python -m benchmarks.fidelity --model DIR --lengths 4096,8192 --policies psa,topk@0.08 --questions 200 --limit-s 500
 
 Policies are simulated on the model's true attention (hf_sparse/evaluation/simulated.py), so that any of them runs at the speed
-of a forward. Every finished cell is written at once beside the result (FILE.jsonl); a later run with the same file goes on there.
+of a forward. Every finished cell is written at once beside the result (FILE.jsonl), where a later run with the same file goes on.
 """
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def docstrings() -> list[str]:
 
 def show(step: Progress) -> None:
     left = "" if step.remaining is None else f", {step.remaining:.0f} s to go"
-    print(f"\r{step.done}/{step.total} cells, {step.elapsed:.0f} s{left}: {step.task} {step.length} seed {step.seed} {step.policy}"
-          + " " * 20, end="", file=sys.stderr, flush=True)
+    where = f"{step.task} {step.length} seed {step.seed} {step.policy}"
+    print(f"\r{step.done}/{step.total} cells, {step.elapsed:.0f} s{left}: {where:<60}", end="", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,11 +118,12 @@ def main(argv: list[str] | None = None) -> int:
     run, measured = run_id(), {(row.task, row.length, row.policy) for row in found}
     payload["rows"] = [row for row in payload["rows"]
                        if row["model"] != name or (row["task"], row["length"], row["policy"]) not in measured]
-    payload["rows"] += [{"model": name, **row.to_dict(), "dtype": args.dtype, "run_id": run, "versions": versions()} for row in found]
+    about = {"dtype": args.dtype, "run_id": run, "versions": versions()}
+    payload["rows"] += [{"model": name, **row.to_dict(), **about} for row in found]
     write(args.out, payload)
     print(rows_table(found))
-    print(f"{'finished' if finished else 'stopped before the end; the same command goes on'} after {time.monotonic() - begun:.0f} s, "
-          f"{len(cells.cells)} cells in {cells_path}")
+    how = "finished" if finished else "stopped before the end; the same command goes on"
+    print(f"{how} after {time.monotonic() - begun:.0f} s, {len(cells.cells)} cells in {cells_path}")
     return 0
 
 

@@ -1,30 +1,47 @@
-"""A real model with a small pool in front of host memory: are questions answered as with everything resident?
+"""A real model with a small pool in front of host memory: are answers those of everything resident, and how often does it hit?
 
-    python -m benchmarks.offload_real MODEL_DIR [--name NAME] [--task needles] [--length 8400] [--samples 1] [--pool 0.15]
+    python -m benchmarks.offload_real MODEL_DIR [--rows answers,hits] [--name NAME] [--length 8400] [--append]
+                                      [--task needles] [--samples 1] [--pool 0.15]
 
-Every context is prefilled twice, once with everything resident and once with a pool of slots for `--pool` of its KV. Forks
-of both are asked the same questions by generate(), whose tokens all take the sparse step, and tokens and logits are compared.
-`gpu_memory` is that share of the KV, and room for digests and tables of two caches: the context's and its fork's. Times are
-not measured.
+Rows:
+
+    answers    every context is prefilled twice, once with everything resident and once with a pool of slots for `--pool` of its
+               KV. Forks of both are asked the same questions by generate(), whose tokens all take the sparse step, and tokens
+               and logits are compared. `gpu_memory` is that share of the KV, and room for digests and tables of two caches: the
+               context's and its fork's.
+    hits       a plain text is gone on with, first by its own tokens and then greedily, with everything resident. The blocks
+               that each token reads are played through pools of several sizes, organisations and eviction policies
+               (benchmarks/residency_simulation.py), and two of the pools are checked against the library's own.
+
+Times are not measured.
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparse import PSACache, PSAConfig, patched
 from hf_sparse.compat import CACHE_ARGUMENT
+from hf_sparse.config import POOLS
 from hf_sparse.evaluation import Haystack, Question, Sample, build_samples, check_sparse, load_paragraphs, prefill
+from hf_sparse.kernels import ops
 
-from .common import run_id, versions, write
+from . import residency_simulation as simulation
+from .common import results, run_id, versions, write
 
 OUT = pathlib.Path(__file__).resolve().parent / "results" / "offload_real.json"
+ROWS = ("answers", "hits")
 CACHES = 2                                                  # that share the pool while a question is answered
+SHARES = (0.1, 0.2, 0.3, 0.4)                               # of the KV, that the pools of the rows "hits" hold
+CHECKED = 0.2                                               # the one that the library decodes with: less holds no layer's step
+WARMUP, TOKENS = 32, 64                                     # tokens that fill a pool, and that are counted, of each text
 
 
 def kv_bytes(cache: PSACache) -> int:
@@ -33,9 +50,9 @@ def kv_bytes(cache: PSACache) -> int:
                for layer in cache.sparse_layers)
 
 
-def budget(cache: PSACache, share: float) -> int:
-    """`gpu_memory` with which slots for `share` of this cache's KV are left to it and a fork."""
-    return int(share * kv_bytes(cache)) + CACHES * sum(layer.side_bytes() for layer in cache.sparse_layers)
+def budget(cache: PSACache, share: float, caches: int = CACHES) -> int:
+    """`gpu_memory` with which slots for `share` of this cache's KV are left to it and its forks."""
+    return int(share * kv_bytes(cache)) + caches * sum(layer.side_bytes() for layer in cache.sparse_layers)
 
 
 @torch.no_grad()
@@ -106,34 +123,144 @@ def measure(model, sample: Sample, config: PSAConfig, share: float, chunk: int |
     }
 
 
+# -- hit rates -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reads_of(flat: list):
+    """Append to `flat`, for every sparse step of a layer by the reference, the ids of the ranked blocks that it reads."""
+    attend = ops.attend
+
+    def attend_and_note(tiers, query, table, order, *rest):
+        found = attend(tiers, query, table, order, *rest)
+        read = torch.arange(order.shape[-1], device=order.device) < found[2][..., None]
+        flat.append(table.gather(2, order)[read].tolist())
+        return found
+
+    ops.attend = attend_and_note
+    try:
+        yield
+    finally:
+        ops.attend = attend
+
+
+@torch.no_grad()
+def decode(model, cache: PSACache, ids: Sequence[int], more: int = 0) -> list[int]:
+    """Feed `ids`, a forward each, and then `more` tokens, each the likeliest after the one before.
+
+    Returns:
+        All tokens that were fed.
+    """
+    fed, likeliest = [], None
+    for place in range(len(ids) + more):
+        fed.append(ids[place] if place < len(ids) else likeliest)
+        one = torch.tensor([fed[-1:]], device=model.device)
+        likeliest = int(model(input_ids=one, **{CACHE_ARGUMENT: cache}, use_cache=True).logits.argmax())
+    return fed
+
+
+def hits(model, text: Sequence[int], config: PSAConfig, shares: Sequence[float], checked: float, warmup: int, tokens: int,
+         chunk: int | None) -> Iterator[dict]:
+    """Rows of hit rates, of the `tokens` tokens that end `text` ("text") and as many that the model adds ("greedy").
+
+    Args:
+        text: a context, the `warmup` tokens that fill the pools, and `tokens` tokens.
+        shares: sizes of the simulated pools, of the context's KV; pinned blocks have their place in it.
+        checked: the size at which the library decodes the same text, with one pool and with one a layer.
+
+    Raises:
+        DenseDecodeError: some of it was not sparse.
+    """
+    context, follow = text[:len(text) - warmup - tokens], list(text[len(text) - warmup - tokens:])
+    config = config.replace(record_steps=1)                 # which the kernels lack: it is the reference that is watched
+    cache = prefill(model, context, config.replace(gpu_memory="auto", host_memory=0), chunk)
+    blocks = kv_bytes(cache) // cache.sparse_layers[0].pool.block_bytes
+    flat: list[list[int]] = []
+    with reads_of(flat):
+        fed = decode(model, cache, follow, tokens)
+    stats, layers = cache.stats(), len(cache.sparse_layers)
+    check_sparse(stats, cache.config, len(fed))
+    trace = [flat[low:low + layers] for low in range(0, len(flat), layers)]
+    pinned = round((stats["blocks_read"] - sum(map(len, flat))) / len(fed))     # always read, on average
+    memory = {"gpu_memory": budget(cache, checked, 1), "host_memory": 2 * kv_bytes(cache)}
+    cache.reset()
+    parts = {"text": (warmup, warmup + tokens), "greedy": (warmup + tokens, warmup + 2 * tokens)}
+
+    def row(part: str, **values) -> dict:
+        first, last = parts[part]
+        reads = sum(len(ids) for step in trace[first:last] for ids in step)
+        return {"name": "hits", "decoded": part, "context": len(context), **values, "working_set": reads / tokens / blocks,
+                "overlap": simulation.overlap(trace[:last], first), "warmup": first, "tokens": tokens}
+
+    def simulated(part: str, pool: str, eviction: str, slots: int) -> float:
+        first, last = parts[part]
+        return simulation.hit_rate(trace[:last], slots - pinned, eviction, pool == "per_layer", first)
+
+    for part, eviction, pool, share in itertools.product(parts, simulation.EVICTIONS, POOLS, shares):
+        slots = int(share * blocks)
+        yield row(part, how="simulated from a real trace", pool=pool, eviction=eviction, pool_fraction=share, slots=slots,
+                  hit_rate=simulated(part, pool, eviction, slots))
+    for pool in POOLS:
+        cache = prefill(model, context, config.replace(**memory, pool=pool), chunk)
+        decode(model, cache, follow[:warmup])
+        before = cache.stats()
+        decode(model, cache, follow[warmup:])
+        after = cache.stats()
+        found, missed = (after[name] - before[name] for name in ("hits", "misses"))
+        slots = sum({id(layer.pool): layer.pool.slots for layer in cache.sparse_layers}.values())
+        cache.reset()
+        measured, expected = found / (found + missed), simulated("text", pool, config.eviction, slots)
+        yield row("text", how="measured", pool=pool, eviction=config.eviction, pool_fraction=checked, slots=slots, hits=found,
+                  misses=missed, hit_rate=measured, simulated=expected, apart=measured - expected)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL_DIR", help="directory of a model in Hugging Face format")
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS))
     parser.add_argument("--name", help="what the results call it (default: the directory's name)")
-    parser.add_argument("--task", choices=("needles", "passkey"), default="needles")
+    parser.add_argument("--task", choices=("needles", "passkey"), default="needles", help="of the rows \"answers\"")
     parser.add_argument("--length", type=int, default=8400, help="tokens of a context, at most")
-    parser.add_argument("--samples", type=int, default=1, help="contexts")
+    parser.add_argument("--samples", type=int, default=1, help="contexts of the rows \"answers\"")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pool", type=float, default=0.15, help="slots' share of the KV")
+    parser.add_argument("--pool", type=float, default=0.15, help="slots' share of the KV in the rows \"answers\"")
     parser.add_argument("--prefill-chunk", type=int, default=2048, help="tokens a prefill forward")
+    parser.add_argument("--append", action="store_true", help="keep the rows that the output file has")
     parser.add_argument("--out", default=str(OUT))
     args = parser.parse_args(argv)
+    for name in args.rows:
+        if name not in ROWS:
+            parser.error(f"{name!r} is not known; choose from {', '.join(ROWS)}")
 
+    config = PSAConfig()
+    head = {"model": args.name or pathlib.Path(args.model).resolve().name, "dtype": "float32", "versions": versions(),
+            "threshold": config.threshold}
+    before = results(args.out, args.append)
+    if before["rows"] and any(before[name] != value for name, value in head.items()):
+        parser.error(f"--append: the rows in {args.out} are of another model, or made with other versions")
+    result = {**head, "rows": before["rows"]}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()
     haystack = Haystack(load_paragraphs(), AutoTokenizer.from_pretrained(args.model))
-    work = build_samples([args.task], haystack, args.length, args.samples, args.seed)
-    config = PSAConfig()
-    result = {"model": args.name or pathlib.Path(args.model).resolve().name, "dtype": "float32", "versions": versions(),
-              "threshold": config.threshold, "rows": []}
     run = run_id()
+
+    def record(row: dict) -> None:
+        result["rows"].append({**row, "run_id": run})
+        print({name: value for name, value in row.items() if name != "answers"}, flush=True)
+        write(args.out, result)
+
+    same = True
     with patched(model, config):
-        for sample in work:
-            row = {**measure(model, sample, config, args.pool, args.prefill_chunk), "run_id": run}
-            result["rows"].append(row)
-            print({name: value for name, value in row.items() if name != "answers"}, flush=True)
-            write(args.out, result)
-    return 0 if all(row["same"] for row in result["rows"]) else 1
+        if "answers" in args.rows:
+            for sample in build_samples([args.task], haystack, args.length, args.samples, args.seed):
+                row = measure(model, sample, config, args.pool, args.prefill_chunk)
+                same = same and row["same"]
+                record(row)
+        if "hits" in args.rows:
+            text = haystack.plain(args.length, args.seed, extra=WARMUP + TOKENS)
+            for row in hits(model, text, config, SHARES, CHECKED, WARMUP, TOKENS, args.prefill_chunk):
+                record(row)
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

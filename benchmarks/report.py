@@ -291,9 +291,10 @@ def offload_check(result: dict) -> str:
 
 
 def real_table(result: dict) -> str:
-    """What a real model answered with a small pool, and with everything resident: one row a context."""
+    """What a real model answered with a small pool, and with everything resident: one row a context. Then its hit rates."""
     out = []
-    for row in latest(result["rows"], lambda row: (row["run_id"], row["name"], row["seed"], row["context"])):
+    answered = [row for row in result["rows"] if row["name"] != "hits"]
+    for row in latest(answered, lambda row: (row["run_id"], row["name"], row["seed"], row["context"])):
         questions = row["questions"]
         same = sum(a == b for answer in row["answers"] for a, b in zip(answer["resident"], answer["offloaded"]))
         out.append([row["name"], str(row["context"]), f"{row['pool_fraction']:.1%}", str(row["slots"]),
@@ -303,7 +304,35 @@ def real_table(result: dict) -> str:
                     percent(row["hit_rate"]), row["run_id"]])
     head = ["task", "context", "pool, of KV", "slots", "gpu_memory, MiB", "KV, MiB", "right, resident", "right, offloaded",
             "same tokens", "logits apart", "KV read", "misses a step", "hits", "run"]
-    return f"{result['model']}, {result['dtype']}, threshold {result['threshold']}; {versions(result)}\n\n{table(head, out)}"
+    parts = [f"{result['model']}, {result['dtype']}, threshold {result['threshold']}; {versions(result)}", table(head, out)]
+    if len(answered) < len(result["rows"]):
+        parts += [real_hits_table(result), real_check_table(result)]
+    return "\n\n".join(parts)
+
+
+def real_hits_table(result: dict) -> str:
+    """Hit rates on a real model's reads: texts, organisations of the pool and policies in rows, its sizes in columns."""
+    rows = [row for row in result["rows"] if row["name"] == "hits" and row["how"] != "measured"]
+    sizes = sorted({row["pool_fraction"] for row in rows})
+    found: dict[tuple, dict] = {}
+    for row in rows:
+        place = row["run_id"], row["decoded"], row["context"], row["pool"], row["eviction"], row["working_set"], row["overlap"]
+        found.setdefault(place, {})[row["pool_fraction"]] = row["hit_rate"]
+    out = [[decoded, pool, eviction, str(context), percent(working_set), percent(overlap),
+            *(percent(rates.get(size)) for size in sizes), run]
+           for (run, decoded, context, pool, eviction, working_set, overlap), rates in found.items()]
+    return table(["decoded", "pool", "eviction", "context", "a token reads, of KV", "blocks shared",
+                  *(f"hits, {size:.0%} of KV" for size in sizes), "run"], out, 3)
+
+
+def real_check_table(result: dict) -> str:
+    """What the library's own pools counted at one size, beside the simulation of the same slots."""
+    out = [[row["decoded"], row["pool"], row["eviction"], percent(row["pool_fraction"]), str(row["slots"]), str(row["hits"]),
+            str(row["misses"]), percent(row["hit_rate"]), percent(row["simulated"]), f"{100 * row['apart']:+.1f}",
+            row["run_id"]]
+           for row in result["rows"] if row["name"] == "hits" and row["how"] == "measured"]
+    return table(["decoded", "pool", "eviction", "pool, of KV", "slots", "hits", "misses", "measured", "simulated",
+                  "apart, points", "run"], out, 3)
 
 
 def versions(result: dict) -> str:

@@ -54,7 +54,8 @@ class PSAConfig:
         group_reduction: how query heads that share a KV head rank blocks together.
         block_size: tokens a block.
         sink_blocks, recent_blocks: blocks at the start, and before the newest one, that are always read.
-        min_blocks, max_blocks: bounds of the budget in blocks a row and KV head, always-read blocks included.
+        min_blocks, max_blocks: bounds of the budget a row and KV head, in blocks (int) or as a share of all blocks (float
+            in (0, 1)), always-read blocks included. Where they contradict each other, `max_blocks` holds.
         top_k: blocks (int) or share of all blocks (float in (0, 1]) for policy "top_k", always-read ones included.
         top_p: estimated mass for policy "top_p", in (0, 1].
         min_context: rows shorter than this many tokens are attended densely.
@@ -89,8 +90,8 @@ class PSAConfig:
     block_size: int = 32
     sink_blocks: int = 1
     recent_blocks: int = 1
-    min_blocks: int = 0
-    max_blocks: int | None = None
+    min_blocks: int | float = 0
+    max_blocks: int | float | None = None
     top_k: int | float | None = None
     top_p: float = 0.9
     min_context: int = 2048
@@ -119,9 +120,15 @@ class PSAConfig:
         self._number("threshold", 0, 1, low_open=True)
         self._number("top_p", 0, 1, low_open=True)
         self._number("round_growth", 1, 1e6)
-        for name, low in (("stop_window", 1), ("sink_blocks", 0), ("recent_blocks", 0), ("min_blocks", 0),
-                          ("min_context", 0), ("round_blocks", 1), ("record_steps", 0), ("block_size", None),
-                          ("key_bits", None)):
+        for name, low in (("min_blocks", 0), ("max_blocks", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, float):
+                if value is not None or name == "min_blocks":
+                    self._integer(name, low)
+            elif not 0 < value < 1:
+                raise ValueError(f"{name}={value} as a share must lie in (0, 1); blocks are given as an int.")
+        for name, low in (("stop_window", 1), ("sink_blocks", 0), ("recent_blocks", 0), ("min_context", 0),
+                          ("round_blocks", 1), ("record_steps", 0), ("block_size", None), ("key_bits", None)):
             self._integer(name, low)
         if self.round_blocks not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"round_blocks={self.round_blocks} must be a power of two up to 32.")
@@ -131,11 +138,10 @@ class PSAConfig:
         if self.key_bits not in (1, 2, 3, 4):
             raise ValueError(f"key_bits={self.key_bits!r} is not supported; choose 1, 2, 3 or 4.")
         if self.max_blocks is not None:
-            self._integer("max_blocks", 1)
-            if self.max_blocks < self.min_blocks:
+            if type(self.max_blocks) is type(self.min_blocks) and self.max_blocks < self.min_blocks:
                 raise ValueError(f"max_blocks={self.max_blocks} is below min_blocks={self.min_blocks}.")
             forced = self.sink_blocks + self.recent_blocks + 1
-            if self.max_blocks < forced:
+            if isinstance(self.max_blocks, int) and self.max_blocks < forced:
                 raise ValueError(f"max_blocks={self.max_blocks} is below the {forced} blocks that are always read "
                                  "(sink_blocks + recent_blocks + the open one); raise it or lower those.")
         if self.top_k is not None:

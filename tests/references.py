@@ -280,12 +280,13 @@ def sparse_step(
     ranked = [sink_blocks + i for i in rank(guess, forced_mass)] if candidates else []
     estimated = [[math.exp(row[n - sink_blocks]) for n in ranked] for row in guess.tolist()]
     count = len(candidates)
-    floor = min_blocks - forced
+    floor = (math.ceil(min_blocks * total) if isinstance(min_blocks, float) else min_blocks) - forced
     if policy == "top_k":
         wanted = math.ceil(top_k * total) if isinstance(top_k, float) else top_k
         count = min(count, max(0, wanted - forced))
     if max_blocks is not None:
-        count = min(count, max(0, max_blocks - forced))
+        most = math.ceil(max_blocks * total) if isinstance(max_blocks, float) else max_blocks
+        count = min(count, max(0, most - forced))
     if length < min_context:
         count = floor = len(candidates)
     done = 0

@@ -83,11 +83,99 @@ def test_answers_that_differ_are_told():
     assert found["resident"] == [1, 2, 3] and found["offloaded"] == [1, 4, 3] and found["logits_apart"] == 0.5
 
 
+# -- hit rates -------------------------------------------------------------------------------------------------
+
+WARMUP, TOKENS = 5, 7
+
+
+@functools.cache
+def text():
+    return Haystack(default_paragraphs(), text_tokenizer()).plain(1300, 1, extra=WARMUP + TOKENS)
+
+
+@functools.cache
+def rates():
+    with patched(text_model(), CONFIG):
+        return list(offload_real.hits(text_model(), text(), CONFIG, (0.3, 0.9), 0.5, WARMUP, TOKENS, 400))
+
+
+def test_what_is_noted_is_what_steps_read():
+    """Ids of the layer's own table, none that is always read, and as many as stats() counts beside those."""
+    config, flat = CONFIG.replace(record_steps=1), []
+    with patched(text_model(), config):
+        cache = prefill(text_model(), text()[:-3], config, 400)
+        with offload_real.reads_of(flat):
+            fed = offload_real.decode(text_model(), cache, text()[-3:], more=2)
+        decoded = len(flat)
+        offload_real.decode(text_model(), cache, [7])
+    layers, stats = cache.sparse_layers, cache.stats()["layers"]
+    assert len(fed) == 5 and fed[:3] == list(text()[-3:])
+    assert decoded == len(flat) == 5 * len(layers)          # nothing is noted any more once it has ended
+    for order, layer in enumerate(layers):
+        steps = flat[order::len(layers)]
+        first = CONFIG.sink_blocks
+        own = [set(layer.table[0, head, first:layer.columns].tolist()) for head in range(layer.heads)]
+        forced = 0
+        for step, ids in enumerate(steps):
+            assert ids and len(ids) == len(set(ids)) and set(ids) <= set.union(*own)
+            length = torch.tensor([len(text()) - 3 + step + 1])
+            start = int(layer.tail_start(length))
+            assert not set(ids) & set(layer.table[0, :, start:].reshape(-1).tolist())
+            forced += layer.heads * (-(-int(length) // 4) - start + first)
+        # The sixth token was not watched.
+        length = torch.tensor([len(text()) + 3])
+        last = layer.heads * (-(-int(length) // 4) - int(layer.tail_start(length)) + first)
+        assert sum(map(len, steps)) < stats[order]["blocks_read"] - forced - last < sum(map(len, steps)) * 1.6
+
+
+def test_greedy_tokens_are_the_likeliest():
+    config = CONFIG.replace(record_steps=1, sparse_queries=True)
+    with patched(text_model(), config), torch.no_grad():
+        cache = prefill(text_model(), text()[:-3], config, 400)
+        fed = offload_real.decode(text_model(), cache, text()[-3:], more=4)
+        again = prefill(text_model(), text()[:-3], config, 400).fork(sparse_queries=True)
+        logits = text_model()(input_ids=torch.tensor([fed]), past_key_values=again).logits
+    assert fed[3:] == logits[0, 2:-1].argmax(-1).tolist()
+
+
+def test_rows_of_hits_are_all_combinations():
+    simulated = [row for row in rates() if row["how"] == "simulated from a real trace"]
+    places = {(row["decoded"], row["pool"], row["eviction"], row["pool_fraction"]) for row in simulated}
+    assert len(simulated) == len(places) == 2 * 2 * 3 * 2
+    for row in simulated:
+        assert 0 < row["hit_rate"] <= 1 and 0 < row["overlap"] < 1 and 0.1 < row["working_set"] < 0.9
+        assert row["tokens"] == TOKENS and row["context"] == 1300
+    rate = {place: next(row["hit_rate"] for row in simulated if (row["decoded"], row["pool"], row["eviction"],
+                                                                  row["pool_fraction"]) == place) for place in places}
+    assert all(rate[(*place, 0.3)] < rate[(*place, 0.9)] for *place, size in places)
+
+
+def test_the_librarys_own_pools_hit_as_often_as_is_simulated():
+    measured = [row for row in rates() if row["how"] == "measured"]
+    assert [(row["decoded"], row["pool"]) for row in measured] == [
+        (decoded, pool) for pool in ("unified", "per_layer") for decoded in ("text", "greedy")]
+    for row in measured:
+        reads = row["hits"] + row["misses"]
+        assert row["hit_rate"] == row["hits"] / reads and row["apart"] == row["hit_rate"] - row["simulated"]
+        blocks = next(other["slots"] for other in rates() if other["pool_fraction"] == 0.9) / 0.9
+        assert reads / TOKENS / blocks == pytest.approx(row["working_set"], rel=2e-3)          # the same blocks were read
+        assert row["slots"] / blocks == pytest.approx(0.5, abs=0.02)
+        assert abs(row["apart"]) < 0.06 and 0.2 < row["hit_rate"] < 0.98
+
+
+def test_hits_of_dense_steps_are_no_measurement():
+    config = CONFIG.replace(min_context=100_000)
+    with patched(text_model(), config), pytest.raises(DenseDecodeError):
+        list(offload_real.hits(text_model(), text(), config, (0.1,), 0.5, WARMUP, TOKENS, None))
+
+
 def test_command_writes_what_the_report_takes(tmp_path, monkeypatch):
     directory, out = tmp_path / "tiny", tmp_path / "out.json"
     text_model().save_pretrained(directory)
     text_tokenizer().save_pretrained(directory)
     monkeypatch.setattr(offload_real, "PSAConfig", lambda: CONFIG)
+    for name, value in (("CHECKED", 0.7), ("WARMUP", 4), ("TOKENS", 6)):
+        monkeypatch.setattr(offload_real, name, value)
     arguments = [str(directory), "--name", "A tiny model", "--task", "passkey", "--length", "900",
                  "--samples", "2", "--pool", "0.5", "--out", str(out)]
     assert offload_real.main(arguments) == 0
@@ -96,6 +184,18 @@ def test_command_writes_what_the_report_takes(tmp_path, monkeypatch):
     rows = [line for line in text.splitlines() if line.startswith("| passkey")]
     assert len(rows) == 2 and all(re.search(r"\| (\d+) of \1 \| 0.0e\+00 \|", row) for row in rows)
     assert str(tmp_path) not in out.read_text()
+    assert len(re.findall(r"^\| (?:text|greedy) \| (?:unified|per_layer) \| (?:lru|fifo|decayed) \| 900 \|", text, re.M)) == 12
+    assert len(re.findall(r"^\| (?:text|greedy) \| (?:unified|per_layer) \| decayed \| 70.0% \|", text, re.M)) == 4
+
+    before = json.loads(out.read_text())["rows"]
+    monkeypatch.setattr(offload_real, "measure", lambda *_: {"name": "passkey", "same": False})
+    assert offload_real.main([*arguments, "--rows", "answers", "--append"]) == 1
+    after = json.loads(out.read_text())["rows"]
+    assert after[:-2] == before and [row["same"] for row in after[-2:]] == [False, False]
+    for more in (["--append", "--name", "Another model"], ["--rows", "answer"]):
+        with pytest.raises(SystemExit):
+            offload_real.main([*arguments, *more])
+    assert json.loads(out.read_text())["rows"] == after
 
 
 @pytest.mark.parametrize("eviction", ["decayed", "lru"])

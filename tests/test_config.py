@@ -32,6 +32,9 @@ BAD = [
     ("sink_blocks", -1, ValueError, "sink_blocks=-1 must be at least 0"),
     ("recent_blocks", -1, ValueError, "recent_blocks=-1 must be at least 0"),
     ("min_blocks", -1, ValueError, "min_blocks=-1 must be at least 0"),
+    ("min_blocks", 1.0, ValueError, r"min_blocks=1.0 as a share must lie in \(0, 1\)"),
+    ("min_blocks", 0.0, ValueError, r"min_blocks=0.0 as a share must lie in \(0, 1\)"),
+    ("min_blocks", True, TypeError, "min_blocks"),
     ("max_blocks", 0, ValueError, "max_blocks=0 must be at least 1"),
     ("max_blocks", 2, ValueError, "3 blocks that are always read"),
     ("top_k", 0, ValueError, "top_k=0 must be at least 1 block"),
@@ -76,7 +79,8 @@ BAD = [
     ("key_bits", 2.0, TypeError, "key_bits must be an int, got 2.0"),
     ("sink_blocks", 1.0, TypeError, "sink_blocks must be an int, got 1.0"),
     ("recent_blocks", None, TypeError, "recent_blocks must be an int"),
-    ("max_blocks", 0.5, TypeError, "max_blocks must be an int"),
+    ("max_blocks", 1.5, ValueError, r"max_blocks=1.5 as a share must lie in \(0, 1\)"),
+    ("max_blocks", "8", TypeError, "max_blocks must be an int"),
     ("top_k", "12", TypeError, r"top_k must be an int \(blocks\) or a float"),
     ("top_k", True, TypeError, "top_k must be an int"),
     ("min_context", "2K", TypeError, "min_context must be an int"),
@@ -105,6 +109,7 @@ def test_bad_value(field, value, error, message):
     [
         (dict(policy="top_k"), "policy='top_k' needs top_k"),
         (dict(min_blocks=20, max_blocks=10), "max_blocks=10 is below min_blocks=20"),
+        (dict(min_blocks=0.2, max_blocks=0.1), "max_blocks=0.1 is below min_blocks=0.2"),
         (
             dict(sink_blocks=4, recent_blocks=8, max_blocks=10),
             "max_blocks=10 is below the 13 blocks that are always read",
@@ -115,7 +120,7 @@ def test_bad_value(field, value, error, message):
         ),
         (dict(digest="centroid", threshold=0.5), "digest='centroid' does not"),
     ],
-    ids=["top_k-missing", "max-below-min", "max-below-forced", "estimate-min_max", "estimate-centroid"],
+    ids=["top_k-missing", "max-below-min", "max-share-below-min", "max-below-forced", "estimate-min_max", "estimate-centroid"],
 )
 def test_settings_that_contradict(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -136,6 +141,8 @@ def test_settings_that_contradict(settings, message):
         dict(gpu_memory=10**9),
         dict(dense_layers=[0, 5]),
         dict(min_blocks=5, max_blocks=5),
+        dict(min_blocks=0.05, max_blocks=5),
+        dict(min_blocks=0.05, max_blocks=0.2),
     ],
     ids=str,
 )

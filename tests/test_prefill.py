@@ -92,13 +92,6 @@ def test_what_was_decided_fits():
             assert chunk * each + 2 * LONG * layer <= free < LONG * each + GIB
 
 
-@pytest.mark.parametrize("tokens", [16384 * 3 + 1, 16384 * 3 + 2, 16384 * 3])
-def test_no_token_is_left_over(tokens):
-    """A forward of one token would be taken for decoding, and be sparse."""
-    chunk = chunk_size(3 * GIB, LLAMA_8B, tokens, torch.bfloat16)
-    assert tokens % chunk != 1 and chunk in (16383, 16384)
-
-
 @pytest.mark.parametrize(("inner", "heads", "vocabulary"), [(512, 4, 128), (96, 8, 128), (96, 4, 4000)],
                          ids=["mlp", "attention", "logits"])
 def test_the_estimate_is_from_above_and_near(inner, heads, vocabulary):
@@ -227,16 +220,43 @@ def test_chunks_over_a_host_tier_are_one_shot(family, chunk):
 
 
 def test_generate_cuts_by_itself_and_leaves_the_callers_choice(monkeypatch):
-    asked, fed = [], []
+    asked, fed, expected = [], [], at_once("llama")["scores"]
     monkeypatch.setattr(prefill, "_automatic", lambda *args: asked.append(1) or 128)
     automatic = run("llama", lambda count, cache: fed.append((count, cache.state.expected)))
     assert asked == [1] and fed == [(128, 300), (128, 300), (44, 300), *[(1, 300)] * 5]
-    torch.testing.assert_close(automatic["scores"], at_once("llama")["scores"], rtol=0, atol=2e-4)
+    torch.testing.assert_close(automatic["scores"], expected, rtol=0, atol=2e-4)
     assert automatic["cache"].state.expected == 0
     for chunk, first in ((None, 300), (200, 200)):
         fed.clear()
         run("llama", lambda count, cache: fed.append(count), prefill_chunk_size=chunk)
         assert asked == [1] and fed[0] == first
+
+
+@pytest.mark.parametrize(("chunk", "pads"), [(1, False), (23, False), (23, True), (299, True)])
+def test_a_single_token_that_is_left_over_is_no_decode_step(chunk, pads):
+    """Prompts are exact: 300 = 13 * 23 + 1."""
+    expected = run("llama", pads=pads)
+    got = run("llama", pads=pads, prefill_chunk_size=chunk)
+    assert got["cache"].stats()["steps"] == got["cache"].stats()["sparse_steps"] == 5
+    torch.testing.assert_close(got["scores"], expected["scores"], rtol=0, atol=2e-4)
+    assert got["cache"].stats()["blocks_read"] == expected["cache"].stats()["blocks_read"]
+
+
+@pytest.mark.parametrize("only_new", [False, True])
+@torch.no_grad()
+def test_nor_is_one_of_a_new_turn_in_chunks(only_new):
+    model = get_model("llama")
+    scores = []
+    for chunk in ({}, {"prefill_chunk_size": 10}):
+        first = run("llama", pads=False)
+        ids = torch.cat([first["tokens"], make_prompt(20, seed=9)[None]], 1)       # and the last token, which is not fed yet
+        mask = torch.ones_like(ids)
+        with patched(model, SETTINGS):
+            second = run_generate(model, first["cache"], input_ids=ids[:, -21:] if only_new else ids, attention_mask=mask,
+                                  max_new_tokens=3, **chunk)
+        scores.append(second["scores"])
+        assert second["cache"].stats()["sparse_steps"] == 5 + 2
+    torch.testing.assert_close(*scores, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("memory", [dict(), dict(gpu_memory="600KiB", host_memory="16MiB")], ids=["resident", "tiered"])

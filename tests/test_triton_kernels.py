@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-
 # Two processes beside each other, because interpreting is slow: (files, tests in them at least).
 STEPS = ["tests/triton/test_decode_kernels.py", "tests/triton/test_tiered_step.py"]
 SHARES = [(STEPS, 58), (["tests/triton", *(f"--ignore={file}" for file in STEPS)], 50)]

@@ -42,10 +42,12 @@ class PSALayer(LayerBlocks):
         self.group = query.shape[1] // self.heads
         if self.config.sparse_queries and count > 1 and past > 0 and mask is None and not pending.committed:
             return self._attend_one_by_one(query, pending, valid, scaling, softcap, sinks, dense_step)
-        if count == 1 and past > 0 and mask is None and valid is None and not pending.committed and self.on_device(past + 1):
+        # A single token on a filled cache is a decode step, unless it is left over from a prompt in chunks.
+        single = count == 1 and past > 0 and not self._is_of_prompt(past + 1)
+        if single and mask is None and valid is None and not pending.committed and self.on_device(past + 1):
             with Change(self.state, self.pool):
                 return self._device_step(query, pending, scaling, softcap, sinks)
-        sparse = count == 1 and past > 0 and mask is None and self.is_sparse(past + 1)
+        sparse = single and mask is None and self.is_sparse(past + 1)
         if sparse and not pending.committed:
             self._digest()
         self.commit(pending, valid)
@@ -56,7 +58,7 @@ class PSALayer(LayerBlocks):
             if mask.dtype == torch.bool:
                 mask = mask | ~mask.any(-1, keepdim=True)                  # queries of padding: finite, and unread
             return exact_attention(query, keys, values, mask[..., :keys.shape[2]], scaling, softcap, sinks)
-        if count == 1 and past > 0:
+        if single:
             return self._decode(query, scaling, softcap, sinks, dense_step)
         if past == 0:
             return self._prefill(query, pending, scaling, softcap, sinks)
@@ -106,6 +108,10 @@ class PSALayer(LayerBlocks):
                 output[here, :, real] = _attend_last(query[here, :, real], keys[here, :, :length], values[here, :, :length],
                                                      scaling, softcap, sinks)
         return output
+
+    def _is_of_prompt(self, length: int) -> bool:
+        """Whether tokens up to the padded length `length` are of a prompt that comes in chunks, to be attended exactly."""
+        return length <= self.state.expected and not self.config.sparse_queries
 
     def is_sparse(self, length: int) -> bool:
         """Whether the step that makes rows `length` tokens long is sparse."""

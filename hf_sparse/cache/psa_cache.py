@@ -215,9 +215,10 @@ class PSACache(Cache):
         lengths = {length for length in held if length is not None}
         torn = len(lengths) > 1 or self.state.torn or any(
             layer.pool.torn for layer in self.sparse_layers if layer.pool is not None)
-        # Layers that hold nothing yet tell of an interruption only if it is known that a forward did not end.
+        # Layers that hold nothing yet, and tokens that attention has not come to (so that nobody said which are padding),
+        # tell of an interruption only if it is known that a forward did not end.
         if self._entered is not None and held != self._entered:
-            torn = torn or None in held
+            torn = torn or None in held or any(getattr(layer, "pending", None) is not None for layer in self.layers)
         if torn:
             lengths = {length or 0 for length in held}
             raise RuntimeError("The last use of this PSACache, or of a fork that shares its blocks, was interrupted (layers "

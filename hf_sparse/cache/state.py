@@ -59,7 +59,7 @@ class CacheState:
         return self.static
 
     def new_step(self):
-        from .static import StaticStep                      # Triton is imported only where it is used
+        from .static import StaticStep  # Triton is imported only where it is used
         return StaticStep(self.config, self.layers)
 
     def renew(self) -> None:

@@ -9,23 +9,22 @@ from ..kernels.decode import FIELDS, NO_LIMIT, DecodePolicy, DecodeShape, Decode
 from ..kernels.tiering import Tier, TierWork
 from .layer import PSALayer
 
-
 VICTIMS = 1024                                              # length of the eviction queue, at least
 
 
 def decode_policy(config: PSAConfig) -> DecodePolicy:
     never = config.policy == "top_k" or (config.policy == "threshold" and config.threshold >= 1.0)
-    limit = config.max_blocks or NO_LIMIT
-    share = 1.0
-    if config.policy == "top_k":
-        if isinstance(config.top_k, float):
-            share = config.top_k
-        else:
-            limit = min(limit, config.top_k)
+    floor_share = config.min_blocks if isinstance(config.min_blocks, float) else 0.0
+    limit, share = NO_LIMIT, 1.0
+    for given in (config.max_blocks, config.top_k if config.policy == "top_k" else None):
+        if isinstance(given, float):
+            share = min(share, given)
+        elif given is not None:
+            limit = min(limit, given)
     return DecodePolicy(
         threshold=config.top_p if config.policy == "top_p" else config.threshold, never=never,
         by_estimate=config.policy == "top_p", group_min=config.group_stop == "min", max_blocks=limit,
-        min_blocks=config.min_blocks, top_share=share, min_context=config.min_context,
+        min_blocks=0 if floor_share else config.min_blocks, floor_share=floor_share, top_share=share, min_context=config.min_context,
         sink_blocks=config.sink_blocks, recent_blocks=config.recent_blocks)
 
 

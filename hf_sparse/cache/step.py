@@ -46,13 +46,14 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
 def _budget(layer, candidates, forced, total, blocks):
     """[B] how many ranked blocks may be read, [B] how many must be, and how many to rank."""
     config = layer.config
-    count, floor = candidates, (config.min_blocks - forced).clamp(min=0)
-    most = config.max_blocks
-    if config.policy == "top_k":
-        if isinstance(config.top_k, float):
-            count = torch.minimum(count, (torch.ceil(total * config.top_k).long() - forced).clamp(min=0))
-        else:
-            most = min(config.top_k, most or config.top_k)
+    shares = lambda share: torch.ceil(total * share).long()  # noqa: E731
+    least = shares(config.min_blocks) if isinstance(config.min_blocks, float) else config.min_blocks
+    count, floor, most = candidates, (least - forced).clamp(min=0), None
+    for given in (config.max_blocks, config.top_k if config.policy == "top_k" else None):
+        if isinstance(given, float):
+            count = torch.minimum(count, (shares(given) - forced).clamp(min=0))
+        elif given is not None:
+            most = min(given, most or given)
     limit = blocks
     if most is not None:
         count = torch.minimum(count, (most - forced).clamp(min=0))

@@ -29,8 +29,8 @@ def add_parser(verbs) -> None:
                         help="of each context; several are separated by commas")
     parser.add_argument("--samples", type=positive, metavar="N", help="contexts a task (default: 10; of files: all)")
     parser.add_argument("--policy", default="psa", metavar="NAMES",
-                        help="comma-separated: psa, psa@0.9, topk@0.1/cuboid_mean, quest@0.3, lserve@4096, topp@0.9, oracle@0.9, "
-                             "psa/window ... (default: psa, as the settings below say)")
+                        help="comma-separated: psa, psa@0.9, topk@0.1/cuboid_mean, quest@0.3, lserve@4096, topp@0.9, "
+                             "oracle@0.9, psa/window ... (default: psa, as the settings below say)")
     parser.add_argument("--real", action="store_true",
                         help="decode with the cache's own sparse step instead of computing what it would read (slower)")
     parser.add_argument("--seed", type=int, default=0, help="of the first context; the others count up")
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         work = file_work(args.file, tokenizer, args.length, args.samples)
         if tasks:
-            work = task_work(tasks, args.length, Haystack(read_text(args.text), tokenizer), args.samples or 10, args.seed) + work
+            haystack = Haystack(read_text(args.text), tokenizer)
+            work = task_work(tasks, args.length, haystack, args.samples or 10, args.seed) + work
         check_lengths(model, work)
         about = {"name": pathlib.Path(args.model).name, "config": config.to_dict(), "versions": versions()}
         cells = CellFile(args.out, model_id(model), about)
@@ -90,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     except KeyboardInterrupt:
         if args.out:
-            print(f"\nhf-sparse eval: stopped; {args.out} holds {len(cells.cells) if cells else 0} finished cells, and the same "
-                  "command goes on from there", file=sys.stderr)
+            print(f"\nhf-sparse eval: stopped; {args.out} holds {len(cells.cells) if cells else 0} finished cells, and the "
+                  "same command goes on from there", file=sys.stderr)
         raise
     # Of a file that holds more, what was asked for.
     wanted = {(policy.name, sample.task, length, sample.seed) for policy in policies for length, sample in work}
@@ -100,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
     found = rows(shown)
     skipping = {policy.name for policy in policies if can_skip(policy.config)}
     if skipping and all(row.kv_fraction == 1.0 for row in found if row.policy in skipping):
-        print("hf-sparse eval: nothing was measured: all blocks were read although policies may skip some. Lengthen the context, "
-              "or lower the threshold, min_blocks or block_size.", file=sys.stderr)
+        print("hf-sparse eval: nothing was measured: all blocks were read although policies may skip some. Lengthen the "
+              "context, or lower the threshold, min_blocks or block_size.", file=sys.stderr)
         return 1
     print(rows_table(found))
     if args.json:
@@ -139,7 +140,8 @@ class Line:
 
     def __call__(self, step) -> None:
         left = "" if step.remaining is None else f", {clock(step.remaining)} to go"
-        text = f"cell {step.done + 1} of {step.total}{left} ({step.task}, {step.length} tokens, seed {step.seed}, {step.policy})"
+        where = f"{step.task}, {step.length} tokens, seed {step.seed}, {step.policy}"
+        text = f"cell {step.done + 1} of {step.total}{left} ({where})"
         if self.rewrite:
             print(f"\r{text:<110}", end="" if step.done + 1 < step.total else "\n", file=sys.stderr, flush=True)
         else:

@@ -14,8 +14,8 @@ from .text import default_paragraphs, load_paragraphs
 from .work import file_work, task_work
 
 __all__ = [
-    "Answer", "Cell", "CellFile", "Context", "DenseDecodeError", "Haystack", "Policy", "Progress", "Question", "Reading", "Report",
-    "Row", "Sample", "Simulation", "Summary", "TASKS", "answer", "answers", "build_samples", "check_sparse", "default_paragraphs",
-    "divergence", "evaluate", "file_work", "load_cells", "load_paragraphs", "model_id", "parse_policies", "parse_policy", "prefill",
-    "rows", "rows_table", "run_grid", "simulate", "task_work",
+    "Answer", "Cell", "CellFile", "Context", "DenseDecodeError", "Haystack", "Policy", "Progress", "Question", "Reading",
+    "Report", "Row", "Sample", "Simulation", "Summary", "TASKS", "answer", "answers", "build_samples", "check_sparse",
+    "default_paragraphs", "divergence", "evaluate", "file_work", "load_cells", "load_paragraphs", "model_id", "parse_policies",
+    "parse_policy", "prefill", "rows", "rows_table", "run_grid", "simulate", "task_work",
 ]

@@ -130,8 +130,8 @@ class CellFile:
         if self.path is not None and self.path.exists() and self.path.stat().st_size:
             self.about = read_lines(self.path, self.cells)
             if self.about.get("model") != model:
-                raise ValueError(f"{self.path} holds results of another model ({_differences(self.about.get('model'), model)}); "
-                                 "give another file, or delete it")
+                raise ValueError(f"{self.path} holds results of another model "
+                                 f"({_differences(self.about.get('model'), model)}); give another file, or delete it")
         elif self.path is not None:
             self._append(json.dumps(self.about))
 
@@ -146,10 +146,11 @@ class CellFile:
             return False
         where = f"{self.path}: policy {policy.name!r}, task {sample.task}, length {length}, seed {sample.seed}"
         if cell.settings != json.loads(json.dumps(policy.to_dict())):
-            raise ValueError(f"{where} was measured with other settings ({_differences(cell.settings, policy.to_dict())}); give "
-                             "another file, or delete it")
+            raise ValueError(f"{where} was measured with other settings "
+                             f"({_differences(cell.settings, policy.to_dict())}); give another file, or delete it")
         if cell.sample != sample_id(sample):
-            raise ValueError(f"{where} was measured on another text, or with another tokenizer; give another file, or delete it")
+            raise ValueError(f"{where} was measured on another text, or with another tokenizer; give another "
+                             "file, or delete it")
         if cell.simulated != simulated:
             raise ValueError(f"{where} was {'simulated' if cell.simulated else 'answered by the cache itself'}; give another "
                              "file, or delete it")
@@ -189,8 +190,8 @@ def read_lines(path: pathlib.Path, cells: dict[tuple, Cell]) -> dict:
             if number == len(lines) and about is not None:  # without the line feed at its end: it was being written
                 path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
                 break
-            raise ValueError(f"{path}, line {number}: no result of this version of the evaluation ({error}); give another file, "
-                             "or delete it") from error
+            raise ValueError(f"{path}, line {number}: no result of this version of the evaluation ({error}); give "
+                             "another file, or delete it") from error
     return about
 
 

@@ -137,7 +137,7 @@ def _left(policy, seen, order, masses, unread, ranked, candidates, at):
 
 # -- cut ------------------------------------------------------------------------------------------------------------------
 def _by_cut(policy, seen, candidates, count, floor, limit):
-    """The kernels' choice: every block above a cut, planned from the estimates, and a second cut where they promised too much."""
+    """The kernels' choice: every block above a cut, planned from the estimates; a second cut where they promised too much."""
     config = policy.config
     largest = config.group_stop == "min"
     by_estimate = config.policy == "top_p"

@@ -31,7 +31,8 @@ class Reading:
     """What the model predicted for a gold answer.
 
     Args:
-        log_probs: [answer tokens, vocabulary] fp64 log-probabilities (of `answer` on the CPU), each given the gold tokens before.
+        log_probs: [answer tokens, vocabulary] fp64 log-probabilities (of `answer` on the CPU), each given the gold tokens
+            before.
         stats: `PSACache.stats()` of the fork that answered.
     """
 

@@ -21,7 +21,7 @@ from .simulated import Context, Found, simulate, simulate_generation
 
 @dataclass(frozen=True)
 class Progress:
-    """Where an evaluation is: cells done and in all (those of earlier runs included), seconds since it began and still to go."""
+    """Where an evaluation is: cells done and in all (those of earlier runs too), seconds since it began and still to go."""
 
     done: int
     total: int
@@ -79,7 +79,8 @@ class Decoder:
         return [reading.log_probs for reading in readings], self._fields([reading.stats for reading in readings], policy)
 
     def generated(self, questions: Sequence[FreeQuestion], policy: Policy) -> tuple[list[str], dict]:
-        done = [generate_answer(self.model, self.tokenizer, self._cache(policy), question, policy.dense) for question in questions]
+        cache = self._cache(policy)
+        done = [generate_answer(self.model, self.tokenizer, cache, question, policy.dense) for question in questions]
         return [answer.text for answer in done], self._fields([answer.stats for answer in done], policy)
 
     def _cache(self, policy: Policy) -> PSACache:
@@ -197,7 +198,7 @@ def score(question: Question, ours: torch.Tensor, dense: torch.Tensor) -> Answer
 def per_layer(found: Found, with_blocks: bool) -> tuple:
     """mass, layer_kv, head_mass and layer_blocks of a `Cell`."""
     layers = found.layers()
-    mass = torch.stack([layer.mass.float().mean(-1) for layer in layers])                            # [layers, tokens, KV heads]
+    mass = torch.stack([layer.mass.float().mean(-1) for layer in layers])                           # [layers, tokens, KV heads]
     counts = torch.histc(mass, MASS_BINS, 0.0, 1.0).tolist()
     share = torch.stack([(layer.read / layer.held[:, None]).float().flatten() for layer in layers])
     blocks = ()

@@ -6,9 +6,9 @@ NAME: "dense"; "psa" (VALUE: threshold), "topk" and "topp" (VALUE: share of the 
 three with the default digest; "oracle" (ranked by the exact masses; VALUE: threshold); "quest", "arkvale" and "lserve", fixed
 budgets with the digests and page sizes of these papers (VALUE: share of the blocks up to 1, or tokens).
 
-WORD: a digest ("channel_codes", "key_bits", "cuboid_mean", "min_max", "centroid", "pages", "oracle") or a stop rule ("estimate",
-"window", "nleft", "paper", "true"), and "rounds" or "cut": whether the rule is checked between rounds of blocks, as the PyTorch
-reference does, or all blocks above a cut are read, as the kernels do.
+WORD: a digest ("channel_codes", "key_bits", "cuboid_mean", "min_max", "centroid", "pages", "oracle") or a stop rule
+("estimate", "window", "nleft", "paper", "true"), and "rounds" or "cut": whether the rule is checked between rounds of blocks,
+as the PyTorch reference does, or all blocks above a cut are read, as the kernels do.
 
 FIELD: any field of PSAConfig that says how blocks are chosen or digested, and "reuse": tokens that share one selection.
 
@@ -32,8 +32,8 @@ SIMULATED_DIGESTS = ("pages", "oracle")
 RULES = (*STOP_RULES, "true")
 READINGS = ("rounds", "cut")
 TOKEN_LEVEL = ("channel_codes", "key_bits", "oracle")
-FIELDS = ("threshold", "policy", "digest", "key_bits", "stop_rule", "stop_window", "group_stop", "group_reduction", "block_size",
-          "sink_blocks", "recent_blocks", "min_blocks", "max_blocks", "top_k", "top_p", "round_blocks", "round_growth",
+FIELDS = ("threshold", "policy", "digest", "key_bits", "stop_rule", "stop_window", "group_stop", "group_reduction",
+          "block_size", "sink_blocks", "recent_blocks", "min_blocks", "max_blocks", "top_k", "top_p", "round_blocks", "round_growth",
           "dense_layers")
 
 NAMES: dict[str, tuple[str | None, dict]] = {               # what VALUE sets, and the settings
@@ -155,8 +155,8 @@ def _build(text, settings, reading, reuse, rule_given, base) -> Policy:
     if digest == "pages":
         size = settings.setdefault("block_size", PAGE_TOKENS)
         if size % LOGICAL_TOKENS:
-            raise ValueError(f"policy {text!r}: digest 'pages' is made of logical pages of {LOGICAL_TOKENS} tokens, so block_size "
-                             f"must be a multiple of them, not {size}")
+            raise ValueError(f"policy {text!r}: digest 'pages' is made of logical pages of {LOGICAL_TOKENS} tokens, so "
+                             f"block_size must be a multiple of them, not {size}")
     library = {"digest": {"pages": "min_max", "oracle": "channel_codes"}.get(digest, digest),
                "stop_rule": "window" if rule == "true" else rule}
     try:

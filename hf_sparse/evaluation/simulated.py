@@ -3,7 +3,8 @@
 The sparse step is a loop: token by token, round by round. For measuring what it loses, the loop is not needed. A layer's true
 attention masses are computed once for all tokens, each token's selection follows from them and from the digest's estimates
 (`choosing.py`), and attention is a masked softmax. The selection is the cache's own (tests/evaluation/test_simulated.py holds
-it to that), any ranking can be tried, also ones that have no implementation, and the mass that was really gathered costs nothing.
+it to that), any ranking can be tried, also ones that have no implementation, and the mass that was really gathered costs
+nothing.
 """
 from __future__ import annotations
 
@@ -280,7 +281,7 @@ class Simulation:
             layer.attend = simulated.attend
 
     def forward(self, model, ids: Tensor, keep: int, lengths: Sequence[int] | None = None) -> Tensor:
-        """Logits of the last `keep` of ids [R, T]: [R, keep, vocabulary]. lengths: tokens of each row before padding; None: all."""
+        """Logits of the last `keep` of ids [R, T]: [R, keep, vocabulary]. lengths: tokens of rows before padding; None: all."""
         lengths, width = lengths or [ids.shape[1]] * ids.shape[0], ids.shape[1]
 
         @functools.cache
@@ -290,7 +291,8 @@ class Simulation:
 
         for layer in self.layers:
             layer.counted = counted
-        return model(input_ids=ids, **{CACHE_ARGUMENT: self.cache}, use_cache=True, **last_logits(model, keep)).logits[:, -keep:]
+        output = model(input_ids=ids, **{CACHE_ARGUMENT: self.cache}, use_cache=True, **last_logits(model, keep))
+        return output.logits[:, -keep:]
 
     def close(self) -> None:
         """After one forward: leave the fork to the next policy, as forking costs about as much as answering."""

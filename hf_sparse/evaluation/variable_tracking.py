@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import random
+import string
 
 from .samples import Haystack, Sample
+from .words import alike
 
 CHAINS = 2
 HOPS = 3
@@ -14,15 +16,12 @@ END = "The value of variable {name} is the number {target}."
 def build(haystack: Haystack, length: int, seed: int, depth: float) -> Sample:
     """A context with 2 chains of 4 variables, and a question for each link of each chain. `depth` is not used.
 
-    Variables have four-digit names, the value at the end of a chain has five digits. A definition stands behind that of
-    the variable that it names, so a chain leads from the end of the context to its start. A question asks for one link, as
+    Variables are five letters, as RULER's are, the value at the end of a chain is five digits. A definition stands behind that
+    of the variable that it names, so a chain leads from the end of the context to its start. A question asks for one link, as
     if those before it had been followed; every other variable is named twice too, and is a near miss.
     """
     rng = random.Random(f"variable_tracking {seed}")
-    # No two names have a digit in common in the same place: small models blend names that are alike.
-    count = CHAINS * (HOPS + 1)
-    digits = [rng.sample("123456789", count), *(rng.sample("0123456789", count) for _ in range(3))]
-    names = ["".join(name) for name in zip(*digits)]
+    names = _names(haystack, rng)
     values = [str(v) for v in rng.sample(range(10_000, 100_000), CHAINS)]
     facts, questions = [], []
     for chain, value in enumerate(values):
@@ -34,3 +33,13 @@ def build(haystack: Haystack, length: int, seed: int, depth: float) -> Sample:
             questions.append(haystack.question(f"chain {chain + 1} link {link + 1}",
                                                "\n\n" + fact.removesuffix(f" {target}."), f" {target}", at))
     return Sample("variable_tracking", seed, haystack.planted(length, seed, facts), tuple(questions))
+
+
+def _names(haystack: Haystack, rng: random.Random) -> list[str]:
+    """Names of all variables: no two begin alike, because small models blend names that do."""
+    count = CHAINS * (HOPS + 1)
+    drawn = ["".join(rng.choices(string.ascii_uppercase, k=5)) for _ in range(400)]
+    found: dict[str, str] = {}                              # by initial
+    for name in [*alike(haystack, drawn, count), *drawn]:
+        found.setdefault(name[0], name)
+    return list(found.values())[:count]

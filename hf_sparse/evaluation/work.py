@@ -41,7 +41,8 @@ def check_tasks(tasks: Sequence[str]) -> None:
     """Raise ValueError for a task that is not there, or none at all."""
     unknown = [task for task in tasks if task not in TASKS]
     if unknown or not tasks:
-        raise ValueError((f"there is no task {unknown[0]!r}" if unknown else "no task given") + f"; choose from {', '.join(TASKS)}")
+        what = f"there is no task {unknown[0]!r}" if unknown else "no task given"
+        raise ValueError(f"{what}; choose from {', '.join(TASKS)}")
 
 
 def file_work(files: Sequence[str], tokenizer, lengths: Sequence[int], samples: int | None = None) -> list[tuple[int, Sample]]:
@@ -72,8 +73,8 @@ def check_lengths(model, work: Sequence[tuple[int, Sample]]) -> None:
     for length, sample in work:
         needed = len(sample.context) + max(map(question_tokens, sample.questions))
         if needed > limit:
-            raise ValueError(f"task {sample.task} at length {length}: context, question and answer take {needed} tokens but the "
-                             f"model's context is {limit}; ask for a length of at most {length - (needed - limit)}")
+            raise ValueError(f"task {sample.task} at length {length}: context, question and answer take {needed} tokens but "
+                             f"the model's context is {limit}; ask for a length of at most {length - (needed - limit)}")
 
 
 def question_tokens(question) -> int:

@@ -57,6 +57,7 @@ class DecodePolicy:
     group_min: bool
     max_blocks: int
     min_blocks: int
+    floor_share: float
     top_share: float
     min_context: int
     sink_blocks: int
@@ -93,7 +94,8 @@ class DecodeWork:
         shape = self.shape
         B, H, GP = shape.batch, shape.heads, shape.group_pad
         width = -(-blocks // 256) * 256
-        planned = min(width, self.policy.max_blocks)
+        short = -(-self.policy.min_context // shape.block_size)     # rows that are read whole
+        planned = min(width, max(self.policy.max_blocks, short))
         chunks = max(-(-planned // reading(B * H).chunk_blocks), TUNING.extend_programs)
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
@@ -186,7 +188,7 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     search = lambda tile: dict(TILE=tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS)  # noqa: E731
     select_kernel[(rows,)](
         desc, work.forced_mass, work.total, work.info, need, policy.max_blocks, policy.min_blocks, policy.min_context,
-        policy.top_share, **common, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces,
+        policy.floor_share, policy.top_share, **common, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces,
         FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min, **search(tune.select_tile),
         **(RESIDENT_SELECT if tier is None else tier.select_constants()), **start, num_warps=tune.select_warps, num_stages=1)
     if tier is not None:

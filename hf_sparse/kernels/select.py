@@ -53,8 +53,8 @@ def masses(rows, n, first, last, width):
 
 
 @triton.jit
-def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context, top_share,
-                  H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
+def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context, floor_share,
+                  top_share, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
                   SINK: tl.constexpr, RECENT: tl.constexpr, PIECES: tl.constexpr, FP: tl.constexpr,
                   NEVER: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, OCTAVES: tl.constexpr,
                   STEPS: tl.constexpr, TIERED: tl.constexpr, POLICY: tl.constexpr, TOUCHED: tl.constexpr,
@@ -84,7 +84,8 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
     budget = tl.minimum(max_blocks, tl.ceil(blocks * top_share).to(tl.int32))
     count = tl.minimum(candidates, tl.maximum(budget - forced, 0))
     count = tl.where(short, candidates, count)
-    floor = tl.where(short, candidates, tl.minimum(tl.maximum(min_blocks - forced, 0), count))
+    least = tl.maximum(min_blocks, tl.ceil(blocks * floor_share).to(tl.int32))
+    floor = tl.where(short, candidates, tl.minimum(tl.maximum(least - forced, 0), count))
 
     width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
     share = d.address(desc, d.SHARE, tl.float32) + pid * width

@@ -273,8 +273,8 @@ def _key(cache: PSACache) -> tuple:
 def _one_token(cache: PSACache, inputs: dict) -> bool:
     """Whether these inputs are the next token of every row, as generate() passes it."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if ids is None or ids.shape[1] != 1 or not cache.tokens:
-        return False
+    if ids is None or ids.shape[1] != 1 or not cache.tokens or cache.tokens < cache.state.expected:
+        return False                                        # several tokens, or what is left over from a prompt in chunks
     return mask is None or (mask.dim() == 2 and mask.shape[1] == cache.tokens + 1)
 
 

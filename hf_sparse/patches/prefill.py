@@ -62,8 +62,7 @@ def chunk_size(free: int, config, tokens: int, dtype: torch.dtype, rows: int = 1
         tokens: of a row, that are to be fed; past: that the cache holds already. rows: of the batch.
 
     Returns:
-        None or a power of two from SMALLEST up, less one or a few where a single token would be left over, which would
-        be decoded instead. SMALLEST if nothing fits: then it is worth a try.
+        None or a power of two from SMALLEST up. SMALLEST if nothing fits: then it is worth a try.
     """
     each = rows * activation_bytes(config, dtype, last_only)
     free -= rows * config.vocab_size * (dtype.itemsize + 4)
@@ -72,16 +71,14 @@ def chunk_size(free: int, config, tokens: int, dtype: torch.dtype, rows: int = 1
         return None
     fits = max(free - gathered, 0) // each
     chunk = max(SMALLEST, 1 << max(fits.bit_length() - 1, 0))
-    if chunk >= tokens:
-        return None
-    while tokens % chunk == 1:
-        chunk -= 1
-    return chunk
+    return None if chunk >= tokens else chunk
 
 
 @contextlib.contextmanager
 def in_chunks(model, cache: PSACache, kwargs: dict, generation_config) -> Iterator[dict]:
-    """Around a generate(): gives the arguments to add to it, and has room made for the whole prompt at its first chunk.
+    """Around a generate(): gives the arguments to add to it, and tells the cache how long the prompt is.
+
+    So room is made for all of it at its first chunk, and a single token that is left over is not taken for a decode step.
 
     The caller's own `prefill_chunk_size` stays as it is, None too if it is given by name.
 
@@ -94,7 +91,8 @@ def in_chunks(model, cache: PSACache, kwargs: dict, generation_config) -> Iterat
         chunk = _automatic(model, cache, kwargs, generation_config, ids)
         more = {} if chunk is None else {"prefill_chunk_size": chunk}
     if chunk is not None and torch.is_tensor(ids) and ids.dim() == 2:
-        cache.state.expected = ids.shape[1]
+        mask = kwargs.get("attention_mask")                 # of the whole conversation, also where ids are of a new turn only
+        cache.state.expected = max(ids.shape[1], mask.shape[1] if torch.is_tensor(mask) and mask.dim() == 2 else 0)
     try:
         yield more
     finally:

@@ -14,9 +14,11 @@ from hf_sparse.cache.digest_store import DigestStore
 from hf_sparse.cache.layer import PSALayer
 from hf_sparse.cache.pool import BlockPool
 from hf_sparse.cache.state import CacheState
+from hf_sparse.compat import AttentionInterface
 from hf_sparse.kernels import ops
 from hf_sparse.kernels.reference import append, fetch
-from tests.models import VOCAB_SIZE, build
+from hf_sparse.patches.attention import NAME, psa_attention
+from tests.models import VOCAB_SIZE, build, get_model
 
 TOKENS = 12
 SETTINGS = dict(
@@ -235,3 +237,35 @@ def test_a_first_prompt_that_was_interrupted_is_noticed(monkeypatch):
                 model()(prompt(), past_key_values=cache)
         with pytest.raises(RuntimeError, match=r"hold 0 to 70 tokens.*reset"):
             model()(prompt(5), past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("tokens", [30, 1, 5], ids=["prompt", "token", "turn"])
+@torch.no_grad()
+def test_tokens_of_the_last_layer_that_attention_never_came_to(family, tokens, monkeypatch):
+    """All layers count them, but of the last one nobody said which are padding."""
+    last, settings = get_model(family), dict(min_context=0, block_size=4, threshold=1.0)
+    index = last.config.num_hidden_layers - 1
+
+    def interrupted(module, *args, **kwargs):
+        if module.layer_idx == index:
+            raise KeyboardInterrupt
+        return psa_attention(module, *args, **kwargs)
+
+    with patched(last, **settings):
+        cache = PSACache(last.config, **settings)
+        past = 0 if tokens == 30 else 30
+        ids, mask = prompt(30 + tokens), torch.ones(2, 30 + tokens, dtype=torch.int64)
+        mask[1, past:past + 3] = 0 if tokens > 1 else 1
+        if past:
+            last(input_ids=ids[:, :past], attention_mask=mask[:, :past], past_key_values=cache)
+        monkeypatch.setitem(AttentionInterface._global_mapping, NAME, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            last(input_ids=ids[:, past:past + tokens], attention_mask=mask[:, :past + tokens], past_key_values=cache)
+        monkeypatch.undo()
+        assert len({layer.get_seq_length() for layer in cache.layers}) == 1
+        with pytest.raises(RuntimeError, match="interrupted"):
+            last(input_ids=ids[:, -1:], attention_mask=mask[:, :past + tokens + 1], past_key_values=cache)
+        cache.reset()
+        last(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        assert cache.tokens == ids.shape[1] and all(layer.pending is None for layer in cache.layers)

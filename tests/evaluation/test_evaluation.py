@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from hf_sparse.evaluation import (
     Question,
     Report,
     answer,
+    answers,
     build_samples,
     check_sparse,
     default_paragraphs,
@@ -287,6 +289,32 @@ def test_verify_reports_the_true_coverage(short):
     stats = ask(*short, verify=True).stats
     assert 0 < stats["coverage_true"] <= 1
     assert ask(*short).stats["coverage_true"] is None
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_questions_asked_together_are_answered_as_alone(short, haystack, dense):
+    context, question = short
+    others = [Question(f"q{i}", question.prompt, tuple(haystack.encode(f" {123457 + i}"))) for i in range(3)]
+    asked = [question, *others, Question("long", question.prompt + question.prompt, question.answer)]
+    model, config = text_model(), PSAConfig(**SPARSE)
+    with patched(model, config):
+        cache = prefill(model, context, config)
+        alone = [answer(model, cache, one, dense=dense) for one in asked]
+        gc.collect()
+        pool = cache.sparse_layers[0].pool
+        before = pool.blocks_in_use()
+        together = answers(model, cache, asked, dense=dense)
+        assert pool.blocks_in_use() == before and cache.batch_size == 1
+    for ours, theirs in zip(together, alone, strict=True):
+        assert torch.allclose(ours.log_probs, theirs.log_probs, atol=1e-5)
+    lengths = [len(one.prompt) + len(one.answer) for one in asked]
+    for reading, length in zip(together, lengths):
+        same = [theirs.stats["blocks_read"] for theirs, other in zip(alone, lengths) if other == length]
+        assert reading.stats["blocks_read"] == sum(same)
+    with patched(model, config):
+        cache.batch_repeat_interleave(2)
+        with pytest.raises(ValueError, match="2 rows"):
+            answers(model, cache, asked)
 
 
 def test_a_context_below_min_context_is_no_measurement(short):

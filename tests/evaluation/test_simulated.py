@@ -49,6 +49,7 @@ BASE = PSAConfig(block_size=8, min_context=0, threshold=0.7, round_blocks=2)
 POLICIES = (
     "psa/rounds", "psa@0.95/rounds", "psa/rounds/round_blocks=1/round_growth=1", "psa/rounds/group_stop=min", "psa/key_bits/rounds",
     "psa/key_bits/key_bits=1/rounds", "psa/rounds/group_reduction=max", "psa/rounds/max_blocks=21", "psa/rounds/min_blocks=25",
+    "psa/rounds/min_blocks=0.4",
     "psa/rounds/sink_blocks=2/recent_blocks=3", "psa/rounds/sink_blocks=0/recent_blocks=0", "psa/cuboid_mean/window",
     "psa/min_max/window/stop_window=3", "psa/centroid/nleft@0.9", "psa/cuboid_mean/paper@0.95", "psa/channel_codes/window",
     "psa/channel_codes/nleft/group_stop=min", "topk@0.3", "topk@17", "topk@0.4/min_max", "topp@0.6/rounds", "topp@0.6/cuboid_mean",
