@@ -235,7 +235,7 @@ class Bench:
                     "misses_per_token": round(misses / args.tokens, 1),
                     "fetch_gb_s": round(misses * layer.pool.block_bytes / seconds / GB, 2),
                     "peak_over_budget_gb": round((peak - self.base - budget) / GB, 3),
-                    "first_peak_over_budget_gb": round((first - self.base - layer.pool.budget) / GB, 3),
+                    "first_peak_over_budget_gb": round((first - self.base - budget) / GB, 3),
                     "host_gb": round(after["bytes"]["host"] / GB, 2)}
         return row, ids
 

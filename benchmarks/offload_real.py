@@ -128,13 +128,18 @@ def measure(model, sample: Sample, config: PSAConfig, share: float, chunk: int |
 
 @contextlib.contextmanager
 def reads_of(flat: list):
-    """Append to `flat`, for every sparse step of a layer by the reference, the ids of the ranked blocks that it reads."""
+    """Append to `flat`, for every sparse step of a layer by the reference, the ids of the ranked blocks that it reads.
+
+    They are lists of ids, one a round.
+    """
     attend = ops.attend
 
     def attend_and_note(tiers, query, table, order, *rest):
         found = attend(tiers, query, table, order, *rest)
-        read = torch.arange(order.shape[-1], device=order.device) < found[2][..., None]
-        flat.append(table.gather(2, order)[read].tolist())
+        rank, ids, read = torch.arange(order.shape[-1], device=order.device), table.gather(2, order), found[2][..., None]
+        bounds = [0, *rest[7]]
+        flat.append([ids[(low <= rank) & (rank < high) & (rank < read)].tolist() for low, high in itertools.pairwise(bounds)
+                     if low < int(read.max())])
         return found
 
     ops.attend = attend_and_note
@@ -142,6 +147,21 @@ def reads_of(flat: list):
         yield
     finally:
         ops.attend = attend
+
+
+def hit_rate_of_rounds(trace: Sequence[Sequence[Sequence[list[int]]]], slots: int, eviction: str, per_layer: bool,
+                       warmup: int) -> float:
+    """`simulation.hit_rate` where only the blocks of a round are needed together: trace[token][layer][round]."""
+    layers = len(trace[0])
+    pools = [simulation.SimulatedPool(slots // layers if per_layer else slots, eviction) for _ in range(layers)]
+    hits = reads = 0
+    for token, steps in enumerate(trace):
+        for layer, rounds in enumerate(steps):
+            for ids in rounds:
+                found = pools[layer if per_layer else 0].read(ids, token + layer / layers)
+                if token >= warmup:
+                    hits, reads = hits + found, reads + len(ids)
+    return hits / reads
 
 
 @torch.no_grad()
@@ -175,31 +195,30 @@ def hits(model, text: Sequence[int], config: PSAConfig, shares: Sequence[float],
     config = config.replace(record_steps=1)                 # which the kernels lack: it is the reference that is watched
     cache = prefill(model, context, config.replace(gpu_memory="auto", host_memory=0), chunk)
     blocks = kv_bytes(cache) // cache.sparse_layers[0].pool.block_bytes
-    flat: list[list[int]] = []
+    memory = {"gpu_memory": budget(cache, checked, 1), "host_memory": 2 * kv_bytes(cache)}
+    flat: list[list[list[int]]] = []
     with reads_of(flat):
         fed = decode(model, cache, follow, tokens)
     stats, layers = cache.stats(), len(cache.sparse_layers)
     check_sparse(stats, cache.config, len(fed))
-    trace = [flat[low:low + layers] for low in range(0, len(flat), layers)]
-    pinned = round((stats["blocks_read"] - sum(map(len, flat))) / len(fed))     # always read, on average
-    memory = {"gpu_memory": budget(cache, checked, 1), "host_memory": 2 * kv_bytes(cache)}
+    by_round = [flat[low:low + layers] for low in range(0, len(flat), layers)]
+    trace = [[list(itertools.chain(*rounds)) for rounds in step] for step in by_round]
+    pinned = round((stats["blocks_read"] - sum(len(ids) for step in trace for ids in step)) / len(fed))    # always read, mean
     cache.reset()
     parts = {"text": (warmup, warmup + tokens), "greedy": (warmup + tokens, warmup + 2 * tokens)}
 
     def row(part: str, **values) -> dict:
         first, last = parts[part]
         reads = sum(len(ids) for step in trace[first:last] for ids in step)
-        return {"name": "hits", "decoded": part, "context": len(context), **values, "working_set": reads / tokens / blocks,
-                "overlap": simulation.overlap(trace[:last], first), "warmup": first, "tokens": tokens}
-
-    def simulated(part: str, pool: str, eviction: str, slots: int) -> float:
-        first, last = parts[part]
-        return simulation.hit_rate(trace[:last], slots - pinned, eviction, pool == "per_layer", first)
+        return {"name": "hits", "decoded": part, "context": len(context), **values,
+                "working_set": round(reads / tokens / blocks, 4), "overlap": round(simulation.overlap(trace[:last], first), 4),
+                "warmup": first, "tokens": tokens}
 
     for part, eviction, pool, share in itertools.product(parts, simulation.EVICTIONS, POOLS, shares):
-        slots = int(share * blocks)
+        slots, (first, last) = int(share * blocks), parts[part]
+        rate = simulation.hit_rate(trace[:last], slots - pinned, eviction, pool == "per_layer", first)
         yield row(part, how="simulated from a real trace", pool=pool, eviction=eviction, pool_fraction=share, slots=slots,
-                  hit_rate=simulated(part, pool, eviction, slots))
+                  hit_rate=round(rate, 4))
     for pool in POOLS:
         cache = prefill(model, context, config.replace(**memory, pool=pool), chunk)
         decode(model, cache, follow[:warmup])
@@ -209,9 +228,11 @@ def hits(model, text: Sequence[int], config: PSAConfig, shares: Sequence[float],
         found, missed = (after[name] - before[name] for name in ("hits", "misses"))
         slots = sum({id(layer.pool): layer.pool.slots for layer in cache.sparse_layers}.values())
         cache.reset()
-        measured, expected = found / (found + missed), simulated("text", pool, config.eviction, slots)
-        yield row("text", how="measured", pool=pool, eviction=config.eviction, pool_fraction=checked, slots=slots, hits=found,
-                  misses=missed, hit_rate=measured, simulated=expected, apart=measured - expected)
+        likewise = slots - pinned, config.eviction, pool == "per_layer", warmup
+        yield row("text", how="measured", pool=pool, eviction=config.eviction, pool_fraction=round(slots / blocks, 4),
+                  slots=slots, hits=found, misses=missed, hit_rate=round(found / (found + missed), 4),
+                  simulated=round(simulation.hit_rate(trace[:len(follow)], *likewise), 4),
+                  simulated_in_rounds=round(hit_rate_of_rounds(by_round[:len(follow)], *likewise), 4))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

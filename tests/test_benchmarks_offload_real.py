@@ -112,7 +112,9 @@ def test_what_is_noted_is_what_steps_read():
     assert len(fed) == 5 and fed[:3] == list(text()[-3:])
     assert decoded == len(flat) == 5 * len(layers)          # nothing is noted any more once it has ended
     for order, layer in enumerate(layers):
-        steps = flat[order::len(layers)]
+        rounds = flat[order::len(layers)]
+        assert all(1 <= len(ids) <= layer.heads * 32 for step in rounds for ids in step) and max(map(len, rounds)) > 2
+        steps = [sum(step, []) for step in rounds]
         first = CONFIG.sink_blocks
         own = [set(layer.table[0, head, first:layer.columns].tolist()) for head in range(layer.heads)]
         forced = 0
@@ -155,11 +157,12 @@ def test_the_librarys_own_pools_hit_as_often_as_is_simulated():
     assert [(row["decoded"], row["pool"]) for row in measured] == [("text", "unified"), ("text", "per_layer")]
     for row in measured:
         reads = row["hits"] + row["misses"]
-        assert row["hit_rate"] == row["hits"] / reads and row["apart"] == row["hit_rate"] - row["simulated"]
+        assert row["hit_rate"] == pytest.approx(row["hits"] / reads, abs=1e-4)
         blocks = next(other["slots"] for other in rates() if other["pool_fraction"] == 0.9) / 0.9
         assert reads / TOKENS / blocks == pytest.approx(row["working_set"], rel=2e-3)          # the same blocks were read
         assert row["slots"] / blocks == pytest.approx(0.5, abs=0.02)
-        assert abs(row["apart"]) < 0.06 and 0.2 < row["hit_rate"] < 0.98
+        assert row["hit_rate"] == pytest.approx(row["simulated_in_rounds"], abs=0.01)
+        assert row["hit_rate"] == pytest.approx(row["simulated"], abs=0.06) and 0.2 < row["hit_rate"] < 0.98
 
 
 def test_hits_of_dense_steps_are_no_measurement():
@@ -184,7 +187,7 @@ def test_command_writes_what_the_report_takes(tmp_path, monkeypatch):
     assert len(rows) == 2 and all(re.search(r"\| (\d+) of \1 \| 0.0e\+00 \|", row) for row in rows)
     assert str(tmp_path) not in out.read_text()
     assert len(re.findall(r"^\| (?:text|greedy) \| (?:unified|per_layer) \| (?:lru|fifo|decayed) \| 900 \|", text, re.M)) == 12
-    assert len(re.findall(r"^\| (?:unified|per_layer) \| decayed \| 70.0% \|", text, re.M)) == 2
+    assert len(re.findall(r"^\| (?:unified|per_layer) \| decayed \| (?:69|70)\.\d% \|", text, re.M)) == 2
 
     before = json.loads(out.read_text())["rows"]
     monkeypatch.setattr(offload_real, "measure", lambda *_: {"name": "passkey", "same": False})

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_sparse import PSACache, PSAConfig, patched
 from hf_sparse.patches import prefill
+from hf_sparse.patches.graph import _one_token
 from hf_sparse.patches.prefill import SMALLEST, activation_bytes, chunk_size, kv_bytes
 from tests.models import get_model
 from tests.scenarios import make_prompt, pad_left, run_generate
@@ -257,6 +258,12 @@ def test_nor_is_one_of_a_new_turn_in_chunks(only_new):
         scores.append(second["scores"])
         assert second["cache"].stats()["sparse_steps"] == 5 + 2
     torch.testing.assert_close(*scores, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("expected", "decode"), [(0, True), (5, True), (6, False)])
+def test_nor_does_the_captured_step_take_it(expected, decode):
+    cache = SimpleNamespace(tokens=5, state=SimpleNamespace(expected=expected))
+    assert _one_token(cache, {"input_ids": torch.zeros(1, 1)}) is decode
 
 
 @pytest.mark.parametrize("memory", [dict(), dict(gpu_memory="600KiB", host_memory="16MiB")], ids=["resident", "tiered"])

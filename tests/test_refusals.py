@@ -136,6 +136,11 @@ BAD_CALLS = {
         "assistant_model.*already holds",
         lambda m, c: generate(m, c, assistant_model=get_draft_model("llama")),
     ),
+    "mask_of_a_static_cache": (
+        ValueError,
+        f"speaks of {LENGTH + 9} tokens.*there are {LENGTH + 2}",
+        lambda m, c: feed(m, c, count=2, attention_mask=torch.ones(1, 1, 2, LENGTH + 9).bool().tril(LENGTH)),
+    ),
     "copy": (TypeError, r"cache\.fork\(\)", lambda m, c: copy.copy(c)),
     "pickle": (TypeError, "can't be pickled", lambda m, c: pickle.dumps(c)),
     "fork_with_other_blocks": (

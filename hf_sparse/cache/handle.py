@@ -9,12 +9,15 @@ import torch
 
 
 class Pending:
-    """The new tokens of one `update()`, stored when attention runs and the padding is known."""
+    """The new tokens of one `update()`, stored when attention runs and the padding is known.
 
-    __slots__ = ("keys", "values", "start", "committed")
+    `past`: what a ring held of the tokens before them when they were stored, and may hold no more.
+    """
+
+    __slots__ = ("keys", "values", "start", "committed", "past")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: int):
-        self.keys, self.values, self.start, self.committed = keys, values, start, False
+        self.keys, self.values, self.start, self.committed, self.past = keys, values, start, False, None
 
     @property
     def count(self) -> int:

@@ -42,6 +42,7 @@ class StaticStep:
         self.desc: dict[torch.device, torch.Tensor] = {}    # [layers, FIELDS]
         self.orders: dict[torch.device, set[int]] = {}      # which layers are there
         self.tier_work: dict[tuple, TierWork] = {}          # by pool: device, and layer if it has one of its own
+        self.users: dict[tuple, int] = {}                   # layers of each pool
         self.known: list[tuple] = [()] * layers             # versions of what each row describes
 
     def prepare(self, layers: list[PSALayer]) -> None:
@@ -73,13 +74,17 @@ class StaticStep:
 
     def _tier_work(self, layer: PSALayer, work: DecodeWork) -> TierWork:
         misses, slots = layer.batch * layer.heads * work.width, layer.pool.slots
-        pool = layer.device, layer.order if self.per_layer else None
+        pool = self._pool_key(layer)
+        self.users[pool] = sum(other.is_initialized and other.pool is layer.pool for other in layer.state.live_layers())
         tier = self.tier_work.get(pool)
         if tier is None or tier.use.shape[0] != slots or tier.misses.shape[0] < misses:
             tier = self.tier_work[pool] = TierWork(slots, misses, max(VICTIMS, slots // 4), layer.device)
             if not self.per_layer:
                 self._forget_others(layer)
         return tier
+
+    def _pool_key(self, layer: PSALayer) -> tuple:
+        return layer.device, layer.order if self.per_layer else None
 
     def _forget_others(self, layer: PSALayer) -> None:
         # Every layer's row names the buffers that have just moved.
@@ -90,8 +95,8 @@ class StaticStep:
         work, tier = self.work[layer.device, _shape(layer)], None
         orders = self.orders[layer.device]
         if layer.pool.tiered:
-            users = [other for other in layer.state.live_layers() if other.is_initialized and other.pool is layer.pool]
-            common, loader = (layer.pool.block_bytes, self.eviction, len(users)), layer.pool.host_tier.loader
+            common = layer.pool.block_bytes, self.eviction, self.users[self._pool_key(layer)]
+            loader = layer.pool.host_tier.loader
             tier = Tier(*common) if loader is None else CopyEngineTier(
                 *common, loader=loader, kv=layer.pool.kv, host=layer.pool.host, most=layer.batch * layer.heads * work.width)
         return decode_layer(self.desc[layer.device][layer.order], work, query, key, value, sinks, scaling, softcap, tier,

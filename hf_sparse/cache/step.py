@@ -1,6 +1,6 @@
 """The decode step of PSA (arXiv 2503.00392, section 4) over the reference ops: forced blocks, ranking, progressive attention.
 
-This is the whole algorithm in the order in which it happens; `kernels/decode.py` is the same step as four GPU kernels.
+This is the whole algorithm in the order in which it happens; `kernels/decode.py` is the same step as GPU kernels.
 """
 from __future__ import annotations
 

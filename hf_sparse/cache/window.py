@@ -98,6 +98,8 @@ class WindowLayer(LayerProtocol):
 
     def _before(self, pending: Pending) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys, values and validity of the tokens before `pending` that it may see."""
+        if pending.past is not None:                        # stored: the new tokens may lie where these were
+            return pending.past
         index = self._indices(pending.start - self._past(pending.start), pending.start)
         return self.ring_keys[:, :, index], self.ring_values[:, :, index], self.ring_valid[:, index]
 
@@ -126,7 +128,7 @@ class WindowLayer(LayerProtocol):
         self.ring_valid[:, index] = valid[:, count - kept:]
         self.length = pending.start + count
         self.oldest = max(self.oldest, self.length - self.capacity)
-        pending.committed = True
+        pending.committed, pending.past = True, (keys, values, flags)
         if self.pending is pending:
             self.pending = None                             # the ring holds what is needed of it
         return everything

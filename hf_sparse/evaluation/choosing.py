@@ -62,6 +62,11 @@ def candidate_blocks(policy: Policy, seen: Seen) -> Tensor:
     return ((block >= policy.config.sink_blocks) & (block < seen.start[:, None]))[:, None, None]
 
 
+def _never_stops(config) -> bool:
+    """Whether blocks are read up to the limit, whatever mass they hold."""
+    return config.policy == "top_k" or config.policy == "threshold" and config.threshold >= 1.0
+
+
 def _with_sinks(mass: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return mass
@@ -98,7 +103,7 @@ def _by_rounds(policy, seen, candidates, count, floor, limit):
             nothing = (candidates == 0)[:, None, None].to(coverage.dtype).expand(B, H, G)
             coverage = torch.cat([nothing[..., None], coverage[..., 1:]], -1)
     stops = (bounds >= count[:, None])[:, None]                                                              # [B, 1, J]
-    if config.policy != "top_k" and not policy.dense:
+    if not _never_stops(config):
         reached = coverage.amin(2) if config.group_stop == "min" else coverage.mean(2)
         wanted = config.top_p if config.policy == "top_p" else config.threshold
         stops = stops | (reached >= wanted) & (floor[:, None] <= bounds)[:, None]
@@ -150,7 +155,8 @@ def _by_cut(policy, seen, candidates, count, floor, limit):
     share = shares.amax(2) if largest else shares.mean(2)
     must = share.sum(-1, keepdim=True) - (1.0 - need)
     limits = count[:, None, None]
-    if config.policy == "top_k":
+    never = _never_stops(config)
+    if never:
         def enough(order):
             return torch.zeros_like(order, dtype=torch.bool)
     else:
@@ -158,9 +164,9 @@ def _by_cut(policy, seen, candidates, count, floor, limit):
             number = torch.arange(1, order.shape[-1] + 1, device=order.device)
             return (share.gather(-1, order).cumsum(-1) >= must) & (number >= floor[:, None, None])
     chosen = _above_cut(share, inside[:, :, 0], limits, enough)
-    chosen &= (must > 0) | (floor > 0)[:, None, None] if config.policy != "top_k" else True
+    chosen &= (must > 0) | (floor > 0)[:, None, None] if not never else True
     captured, left = _gathered(seen, estimate, chosen)
-    if config.policy != "threshold" or policy.dense:
+    if config.policy != "threshold" or never:
         return chosen, _coverage(captured, left)
     reached = _coverage(captured, left)
     reached = reached.amin(-1) if largest else reached.mean(-1)

@@ -37,11 +37,11 @@ FIELDS = ("threshold", "policy", "digest", "key_bits", "stop_rule", "stop_window
           "dense_layers")
 
 NAMES: dict[str, tuple[str | None, dict]] = {               # what VALUE sets, and the settings
-    "dense": (None, {"threshold": 1.0}),
+    "dense": (None, {"policy": "threshold", "threshold": 1.0, "min_blocks": 0, "max_blocks": None}),
     "psa": ("threshold", {}),
     "topk": ("top_k", {"policy": "top_k"}),
     "topp": ("top_p", {"policy": "top_p"}),
-    "oracle": ("threshold", {"digest": "oracle"}),
+    "oracle": ("threshold", {"policy": "threshold", "digest": "oracle"}),
     "quest": ("tokens", {"policy": "top_k", "digest": "min_max", "block_size": QUEST_TOKENS}),
     "arkvale": ("tokens", {"policy": "top_k", "digest": "cuboid_mean"}),
     "lserve": ("tokens", {"policy": "top_k", "digest": "pages", "block_size": PAGE_TOKENS}),
@@ -71,7 +71,8 @@ class Policy:
 
     @property
     def dense(self) -> bool:
-        return self.config.policy == "threshold" and self.config.threshold == 1.0
+        config = self.config
+        return config.policy == "threshold" and config.threshold == 1.0 and config.max_blocks is None
 
     @property
     def real(self) -> bool:
@@ -139,6 +140,8 @@ def parse_policy(text: str, base: PSAConfig | None = None) -> Policy:
             known = (*DIGESTS, *SIMULATED_DIGESTS, *RULES, *READINGS)
             raise ValueError(f"policy {text!r}: there is no digest or stop rule {word!r}{_closest(word, known)}; choose from "
                              f"{', '.join(known)}, or set a field (block_size=64)")
+    if settings.get("digest") == "pages":                   # before a budget of tokens is counted in blocks
+        settings.setdefault("block_size", PAGE_TOKENS)
     _set_value(text, head, meaning, settings, DEFAULT_VALUES.get(head) if value is None else value, base)
     return _build(text, settings, reading, reuse, rule_given, base)
 
@@ -153,7 +156,7 @@ def _build(text, settings, reading, reuse, rule_given, base) -> Policy:
         raise ValueError(f"policy {text!r}: stop rule 'estimate' needs a digest that estimates mass token by token "
                          f"({', '.join(TOKEN_LEVEL)}), not {digest!r}; use window, nleft, paper or true")
     if digest == "pages":
-        size = settings.setdefault("block_size", PAGE_TOKENS)
+        size = settings["block_size"]
         if size % LOGICAL_TOKENS:
             raise ValueError(f"policy {text!r}: digest 'pages' is made of logical pages of {LOGICAL_TOKENS} tokens, so "
                              f"block_size must be a multiple of them, not {size}")
@@ -196,6 +199,8 @@ def _set_value(text, head, meaning, settings, value, base) -> None:
     if meaning is None:
         raise ValueError(f"policy {text!r}: {head!r} takes no value")
     if meaning != "tokens":
+        if meaning == "threshold":
+            settings.setdefault("policy", "threshold")      # whatever the base goes by
         settings[meaning] = value
         return
     if value <= 0:

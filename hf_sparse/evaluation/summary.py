@@ -72,7 +72,8 @@ def rows(cells: Iterable[Cell]) -> list[Row]:
 
 
 def is_dense(cell: Cell) -> bool:
-    return cell.settings["policy"] == "threshold" and cell.settings["threshold"] == 1.0
+    settings = cell.settings
+    return settings["policy"] == "threshold" and settings["threshold"] == 1.0 and settings["max_blocks"] is None
 
 
 def _row(cells: list[Cell], dense: list[Cell]) -> Row:

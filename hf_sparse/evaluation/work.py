@@ -1,6 +1,7 @@
 """What an evaluation has to do: samples of tasks and of dataset files at several lengths, in an order that can be cut short."""
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from . import longbench, ruler
@@ -48,20 +49,22 @@ def check_tasks(tasks: Sequence[str]) -> None:
 def file_work(files: Sequence[str], tokenizer, lengths: Sequence[int], samples: int | None = None) -> list[tuple[int, Sample]]:
     """(length, sample) of dataset files, "longbench:PATH" or "ruler:PATH", the first `samples` of each task.
 
+    A task's samples are numbered through all files (`seed`), so that those of several files stay apart.
+
     Raises:
         FileNotFoundError, ValueError: an unknown format, and what `longbench.load` and `ruler.load` raise.
     """
     work = []
+    taken: dict[tuple[int, str], int] = {}
     for text in files:
         kind, separator, path = text.partition(":")
         if not separator or kind not in FORMATS:
             raise ValueError(f"dataset files are given as {' or '.join(f'{name}:PATH' for name in FORMATS)}, got {text!r}")
         for length in dict.fromkeys(lengths):
-            taken: dict[str, int] = {}
             for sample in FORMATS[kind](path, tokenizer, length):
-                taken[sample.task] = taken.get(sample.task, 0) + 1
-                if samples is None or taken[sample.task] <= samples:
-                    work.append((length, sample))
+                number = taken[length, sample.task] = taken.get((length, sample.task), -1) + 1
+                if samples is None or number < samples:
+                    work.append((length, dataclasses.replace(sample, seed=number)))
     return work
 
 

@@ -207,8 +207,18 @@ def _check_call(module, args, kwargs):
         raise ValueError(f"This cache holds {held} sequence(s) but the batch has {inputs.shape[0]}. Call "
                          "cache.batch_repeat_interleave(n) or cache.batch_select_indices(indices) to change the "
                          "batch, cache.reset() to start again, or use a new cache.")
+    if inputs is not None:
+        _check_mask(cache, kwargs.get("attention_mask"), cache.tokens + inputs.shape[1])
     cache.state.devices = len(set(map(str, (getattr(module, "hf_device_map", None) or {"": "0"}).values())))
     cache.state.dense_expected = state is not None and state.support == "dense"
+
+
+def _check_mask(cache: PSACache, mask, total: int) -> None:
+    """Refuse a 4-D mask of more than the `total` tokens there are: its last columns would be taken for the new tokens'."""
+    if torch.is_tensor(mask) and mask.dim() == 4 and mask.shape[-1] > total and any(hasattr(x, "attend") for x in cache.layers):
+        raise ValueError(f"This attention_mask speaks of {mask.shape[-1]} tokens, but with the new ones there are {total}; "
+                         "unlike a static cache this one has no empty places. Cut the mask there. Nothing in the cache was "
+                         "changed.")
 
 
 def _leave_call(module, args, kwargs, output) -> None:

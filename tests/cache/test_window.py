@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import DynamicCache, MistralConfig
 
 from hf_sparse import PSACache
 from hf_sparse.cache.window import SLACK, WindowLayer
 from hf_sparse.kernels.reference.dense import exact_attention
+from hf_sparse.patches.attention import psa_attention
+from tests.cache.drive import attention_module
 from tests.cache.shadow import Shadow
+from tests.models import get_model
 
 WINDOW = 6
 CAPACITY = WINDOW + SLACK
@@ -218,3 +221,35 @@ def test_chunked_attention(chunk):
     expected = exact_attention(queries.double(), keys.double(), values.double(), visible[:, None], 0.35)
     real = valid[:, None, :, None].expand_as(expected)
     torch.testing.assert_close(torch.cat(outputs, 2)[real].double(), expected[real], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", ["keys", "values", "attention"])
+@pytest.mark.parametrize("count", [3, SLACK + 1, SLACK + 2, 200])
+def test_keys_and_values_can_be_had_after_they_are_stored(count, first):
+    """In any order, also where the new tokens have taken the places of those before them."""
+    one = make(9)
+    one.feed(70, batch=2)
+    keys, values = (torch.randn(2, 2, count, 8, generator=one.generator) for _ in range(2))
+    handles = dict(zip(("keys", "values"), one.cache.update(keys, values, 0)))
+    if first == "attention":
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 1, 8 + count)
+        query = torch.randn(2, 4, count, 8, generator=one.generator)
+        again = [psa_attention(attention_module(2), query, *handles.values(), mask, scaling=1.0)[0] for _ in range(2)]
+        assert torch.equal(*again)
+    else:
+        handles[first].dense()
+    assert torch.equal(handles["keys"].dense(), torch.cat([one.keys[0], keys], 2)[:, :, -8 - count:])
+    assert torch.equal(handles["values"].dense(), torch.cat([one.values[0], values], 2)[:, :, -8 - count:])
+
+
+@pytest.mark.filterwarnings("ignore:This PSACache hands out dense keys")
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt_oss"])
+@torch.no_grad()
+def test_long_turns_on_a_model_that_is_not_patched(family):
+    """Keys are asked for first, then values, when the ring has been written."""
+    model, ids = get_model(family), torch.randint(3, 101, (2, 260), generator=torch.Generator().manual_seed(4))
+    logits = []
+    for cache in (DynamicCache(config=model.config), PSACache(model.config, min_context=0, block_size=4)):
+        parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([30, 150, 80], 1)]
+        logits.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)

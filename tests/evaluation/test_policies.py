@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 
 from hf_sparse import PSAConfig
+from hf_sparse.evaluation.decoding import can_skip
 from hf_sparse.evaluation.policies import NAMES, parse_policies, parse_policy
 
 
@@ -29,6 +30,8 @@ from hf_sparse.evaluation.policies import NAMES, parse_policies, parse_policy
         ("arkvale@1", "cuboid_mean", "window", "rounds", {"top_k": 1.0, "block_size": 32}),
         ("arkvale@1000", "cuboid_mean", "window", "rounds", {"top_k": 32}),
         ("lserve", "pages", "window", "rounds", {"top_k": 64, "block_size": 64}),
+        ("arkvale/pages@4096", "pages", "window", "rounds", {"top_k": 64, "block_size": 64}),
+        ("quest/digest=pages/block_size=32@4096", "pages", "window", "rounds", {"top_k": 128, "block_size": 32}),
         ("oracle@0.95", "oracle", "estimate", "cut", {"threshold": 0.95}),
         ("dense", "channel_codes", "estimate", "cut", {"threshold": 1.0}),
     ],
@@ -52,6 +55,24 @@ def test_settings_start_from_those_given():
     policy = parse_policy("psa", base)
     assert policy.config == base and (policy.digest, policy.stop_rule) == ("cuboid_mean", "nleft")
     assert parse_policy("topk@0.1", base).config.block_size == 8
+
+
+@pytest.mark.parametrize("base", [
+    PSAConfig(policy="top_k", top_k=0.1), PSAConfig(policy="top_p", top_p=0.5), PSAConfig(max_blocks=0.2), PSAConfig(min_blocks=9),
+], ids=["top_k", "top_p", "max_blocks", "min_blocks"])  # fmt: skip
+def test_names_that_say_it_all_win_over_the_settings(base):
+    dense = parse_policy("dense", base)
+    assert dense.dense and not can_skip(dense.config) and dense.config.min_blocks == 0
+    for text in ("psa@0.9", "oracle@0.9"):
+        assert (parse_policy(text, base).config.policy, parse_policy(text, base).threshold) == ("threshold", 0.9)
+    assert parse_policy("oracle", base).config.policy == "threshold"
+    assert parse_policy("psa", base).config == base
+
+
+def test_a_threshold_of_one_with_a_limit_is_not_dense():
+    policy = parse_policy("psa@1.0/max_blocks=20")
+    assert not policy.dense and policy.config.max_blocks == 20
+    assert parse_policy("psa@1.0").dense and parse_policy("psa@1.0/min_blocks=20").dense
 
 
 def test_policies_that_choose_the_same_blocks_are_equal():

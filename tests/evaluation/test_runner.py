@@ -96,6 +96,22 @@ def test_dataset_files_are_work(tokenizer, tmp_path):
         file_work([str(path)], tokenizer, [700])
 
 
+def test_files_of_one_task_stay_apart(tokenizer, tmp_path):
+    files = []
+    for folder, first in (("a", 0), ("b", 100)):
+        path = tmp_path / folder / "niah_single_1.jsonl"
+        path.parent.mkdir()
+        lines = [{"input": f"word{first + i} " * 40 + "What is the special magic number for x? It is", "outputs": ["7"]}
+                 for i in range(2)]
+        path.write_text("\n".join(map(json.dumps, lines)))
+        files.append(f"ruler:{path}")
+    work = file_work(files, tokenizer, [700, 800])
+    assert len({(length, sample.task, sample.seed) for length, sample in work}) == len(work) == 8
+    assert [sample.seed for length, sample in work if length == 800] == [0, 1, 2, 3]
+    work = file_work(files, tokenizer, [700], samples=3)
+    assert [sample.seed for _, sample in work] == [0, 1, 2] and len({sample.context for _, sample in work}) == 3
+
+
 # -- running --------------------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ def both(family: str, text: str, base: PSAConfig, questions=QUESTIONS):
 BASE = PSAConfig(block_size=8, min_context=0, threshold=0.7, round_blocks=2)
 POLICIES = (
     "psa/rounds", "psa@0.95/rounds", "psa/rounds/round_blocks=1/round_growth=1", "psa/rounds/group_stop=min", "psa/key_bits/rounds",
-    "psa/key_bits/key_bits=1/rounds", "psa/rounds/group_reduction=max", "psa/rounds/max_blocks=21", "psa/rounds/min_blocks=25",
+    "psa/key_bits/key_bits=1/rounds", "psa/rounds/group_reduction=max", "psa/rounds/max_blocks=21", "psa@1.0/rounds/max_blocks=21", "psa/rounds/min_blocks=25",
     "psa/rounds/min_blocks=0.4",
     "psa/rounds/sink_blocks=2/recent_blocks=3", "psa/rounds/sink_blocks=0/recent_blocks=0", "psa/cuboid_mean/window",
     "psa/min_max/window/stop_window=3", "psa/centroid/nleft@0.9", "psa/cuboid_mean/paper@0.95", "psa/channel_codes/window",
@@ -114,6 +114,15 @@ def test_results_depend_neither_on_pieces_nor_on_what_was_asked_before(llama, mo
     again, pieces = run(llama, "psa")
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(first, again, strict=True))
     assert found.stats() == pytest.approx(pieces.stats(), rel=1e-5)
+
+
+def test_a_threshold_of_one_reads_up_to_its_limit(llama):
+    _, rounds = run(llama, "psa@1.0/rounds/max_blocks=21")
+    _, cut = run(llama, "psa@1.0/cut/max_blocks=21")
+    for layer in (*rounds.layers(), *cut.layers()):
+        assert (layer.read == 21).all()
+    everything = run(llama, "psa@1.0/dense_layers=1")[1].stats()
+    assert everything["kv_fraction"] == 1.0
 
 
 def test_questions_of_one_batch_are_answered_as_alone(llama):
