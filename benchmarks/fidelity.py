@@ -3,7 +3,8 @@
     python -m benchmarks.fidelity --model DIR --lengths 4096,8192 --policies psa,topk@0.08 --questions 200 --limit-s 500
 
 Policies are simulated on the model's true attention (hf_sparse/evaluation/simulated.py), so that any of them runs at the speed
-of a forward. Every finished cell is written at once beside the result (FILE.jsonl), where a later run with the same file goes on.
+of a forward. Every finished cell is written at once beside the result (FILE.jsonl), where a later run with the same file goes
+on under the same run id; with other versions of anything, it has to be another file.
 """
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ from hf_sparse.evaluation import Haystack, load_paragraphs
 from hf_sparse.evaluation.cells import CellFile, model_id
 from hf_sparse.evaluation.grid import Progress, run_grid
 from hf_sparse.evaluation.policies import Policy, parse_policies
-from hf_sparse.evaluation.runner import TASKS
 from hf_sparse.evaluation.summary import rows, rows_table
+from hf_sparse.evaluation.tasks import TASKS
 from hf_sparse.evaluation.work import check_lengths, check_tasks, task_work
 
-POLICIES = ("psa@0.7,psa@0.8,psa,psa@0.9,psa@0.95,psa/group_stop=min@0.7,topk@0.04,topk@0.08,topk@0.12,topk@0.16,topk@0.25,"
+POLICIES = ("psa@0.7,psa@0.8,psa,psa@0.9,psa@0.95,psa@0.7/group_stop=min,psa@0.7/min_blocks=0.06,"
+            "psa@0.9/min_blocks=0.05/max_blocks=0.16,psa@0.95/min_blocks=0.05/max_blocks=0.12,topk@0.04,topk@0.06,topk@0.08,"
+            "topk@0.12,topk@0.16,topk@0.25,"
             "arkvale@0.15,arkvale@0.3,arkvale@0.45,arkvale@0.6,quest@0.3,quest@0.6,lserve@4096,topp@0.9,"
             "psa/cuboid_mean/nleft@0.95,psa/cuboid_mean/window@0.95,psa/cuboid_mean/paper@0.95,psa/cuboid_mean/true@0.9,"
             "psa/key_bits@0.85,oracle@0.85,oracle@0.95,psa/reuse=2,psa/reuse=4")
@@ -104,7 +107,10 @@ def main(argv: list[str] | None = None) -> int:
     check_lengths(model, work)
     out.parent.mkdir(parents=True, exist_ok=True)
     name = args.name or pathlib.Path(args.model).resolve().name
-    cells = CellFile(cells_path, model_id(model), {"name": name, "versions": versions()})
+    cells = CellFile(cells_path, model_id(model), {"name": name, "versions": versions(), "run_id": run_id()})
+    if cells.about.get("versions") != versions():
+        parser.error(f"{cells_path} was begun with {cells.about.get('versions')}, and this is {versions()}; give another "
+                     "--cells")
     deadline = begun + args.limit_s if args.limit_s else None
     try:
         finished = run_grid(model, tokenizer, work, policies, cells, args.prefill_chunk, deadline=deadline,
@@ -115,10 +121,10 @@ def main(argv: list[str] | None = None) -> int:
         print(file=sys.stderr)
     found = rows(cells.cells.values())
     payload = results(args.out, append=True)
-    run, measured = run_id(), {(row.task, row.length, row.policy) for row in found}
+    measured = {(row.task, row.length, row.policy) for row in found}
     payload["rows"] = [row for row in payload["rows"]
                        if row["model"] != name or (row["task"], row["length"], row["policy"]) not in measured]
-    about = {"dtype": args.dtype, "run_id": run, "versions": versions()}
+    about = {"dtype": args.dtype, "run_id": cells.about.get("run_id") or run_id(), "versions": versions()}
     payload["rows"] += [{"model": name, **row.to_dict(), **about} for row in found]
     write(args.out, payload)
     print(rows_table(found))

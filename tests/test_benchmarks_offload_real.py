@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import report
 from hf_sparse import PSAConfig, patched
-from hf_sparse.evaluation import DenseDecodeError, Haystack, Question, build_samples, default_paragraphs, evaluate, prefill
+from hf_sparse.evaluation import DenseDecodeError, Haystack, Question, answer, build_samples, default_paragraphs, prefill
 from hf_sparse.kernels.reference import fetch
 from tests.text_model import text_model, text_tokenizer
 
@@ -202,9 +202,17 @@ def test_command_writes_what_the_report_takes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("eviction", ["decayed", "lru"])
 def test_evaluation_through_a_small_pool_is_that_of_everything_resident(eviction):
-    settings = dict(tasks=["copy", "kl"], length=900, samples=1, threshold=0.6, min_context=0, block_size=4)
-    resident = evaluate(text_model(), text_tokenizer(), **settings)
-    pooled = evaluate(text_model(), text_tokenizer(), **settings, gpu_memory="300KiB", eviction=eviction)
-    assert pooled.answers == resident.answers
+    copy, kl = build_samples(["copy", "kl"], Haystack(default_paragraphs(), text_tokenizer()), 900, 1)
+    assert copy.context == kl.context
+
+    def readings(**settings):
+        config = CONFIG.replace(**settings)
+        with patched(text_model(), config) as model:
+            cache = prefill(model, copy.context, config)
+            return [answer(model, cache, question, dense) for question in copy.questions + kl.questions for dense in (False, True)]
+
+    for pooled, resident in zip(readings(gpu_memory="300KiB", eviction=eviction), readings(), strict=True):
+        assert torch.equal(pooled.log_probs, resident.log_probs)
+        assert pooled.stats["blocks_read"] == resident.stats["blocks_read"]
     with pytest.raises(ValueError, match="gpu_memory='100KiB' is too small"):
-        evaluate(text_model(), text_tokenizer(), **settings, gpu_memory="100KiB")
+        readings(gpu_memory="100KiB")

@@ -10,7 +10,7 @@ import sys
 from .. import __version__
 from .common import CommandError, add_config_arguments, add_model_arguments, load_model, positive, read_config
 
-# As in evaluation.runner, which costs an import of torch.
+# As in evaluation.tasks, which costs an import of torch.
 TASKS = ("passkey", "needles", "copy", "kl", "multi_value", "variable_tracking", "common_words")
 DEFAULT_TASKS = ("passkey", "needles", "copy", "kl")
 SPREAD = "oracle@0.95"
@@ -48,6 +48,9 @@ def add_parser(verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     tasks = read_tasks(args.task, bool(args.file))
+    for option in ("blocks", "layers") if args.real else ():
+        if getattr(args, option):
+            raise CommandError(f"--{option} shows what only a simulation knows; leave it out, or leave out --real")
     names, args.policy = args.policy, None
     config = read_config(args)
     for option in ("out", "json", "plot", "map", "blocks"):

@@ -30,14 +30,18 @@ def run(args: argparse.Namespace) -> int:
     if not args.out and not out.is_dir():
         raise CommandError(f"{args.model!r} is no directory that a psa_config.json could be written to; give --out DIR")
     config = read_config(args)
+    if args.threshold is not None or any(pair.partition("=")[0].strip() == "threshold" for pair in args.pairs):
+        raise CommandError("tune chooses the threshold; leave out the one given")
+    if args.policy not in (None, "threshold"):
+        raise CommandError(f"--policy {args.policy} has no threshold to choose; leave it out")
 
     from ..config import CONFIG_NAME
     from ..evaluation import tune
     from ..evaluation.cells import CellFile, model_id
     from ..evaluation.decoding import DenseDecodeError
     from ..evaluation.grid import run_grid
-    from ..evaluation.report import format_table
     from ..evaluation.samples import Haystack
+    from ..evaluation.table import format_table
     from ..evaluation.work import check_lengths, task_work
 
     try:

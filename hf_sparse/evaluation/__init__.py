@@ -1,21 +1,20 @@
 """Decode-true evaluation: what sparse decoding loses against dense attention, and what it reads."""
 from __future__ import annotations
 
-from .cells import Cell, CellFile, load_cells, model_id
+from .cells import Cell, CellFile, model_id
 from .decoding import DenseDecodeError, Reading, answer, answers, check_sparse, divergence, prefill
 from .grid import Progress, run_grid
 from .policies import Policy, parse_policies, parse_policy
-from .report import Answer, Report, Summary
-from .runner import TASKS, build_samples, evaluate
 from .samples import Haystack, Question, Sample
 from .simulated import Context, Simulation, simulate
 from .summary import Row, rows, rows_table
+from .tasks import TASKS
 from .text import default_paragraphs, load_paragraphs
-from .work import file_work, task_work
+from .work import build_samples, file_work, task_work
 
 __all__ = [
-    "Answer", "Cell", "CellFile", "Context", "DenseDecodeError", "Haystack", "Policy", "Progress", "Question", "Reading",
-    "Report", "Row", "Sample", "Simulation", "Summary", "TASKS", "answer", "answers", "build_samples", "check_sparse",
-    "default_paragraphs", "divergence", "evaluate", "file_work", "load_cells", "load_paragraphs", "model_id", "parse_policies",
-    "parse_policy", "prefill", "rows", "rows_table", "run_grid", "simulate", "task_work",
+    "Cell", "CellFile", "Context", "DenseDecodeError", "Haystack", "Policy", "Progress", "Question", "Reading", "Row",
+    "Sample", "Simulation", "TASKS", "answer", "answers", "build_samples", "check_sparse", "default_paragraphs", "divergence",
+    "file_work", "load_paragraphs", "model_id", "parse_policies", "parse_policy", "prefill", "rows", "rows_table", "run_grid",
+    "simulate", "task_work",
 ]

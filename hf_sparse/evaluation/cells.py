@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from .policies import Policy
@@ -23,7 +22,8 @@ class AnswerScore:
     """One answer, teacher-forced unless `text` says what was generated.
 
     right, agreed: tokens of `tokens` whose argmax is the gold token, that of dense attention. kl: KL(dense || this) in nats,
-    one a token. loss: mean negative log-likelihood of the gold tokens, in nats. score: of a generated answer, 0 to 1.
+    one a token. loss: mean negative log-likelihood of the gold tokens, in nats. A generated answer has a score from 0 to 1 and
+    counts as one token, which has agreed if the text is that of dense attention and is never right; no kl and no loss.
     """
 
     name: str
@@ -93,8 +93,9 @@ MASS_BINS, BLOCK_BINS = 1000, 50
 
 
 def sample_id(sample: Sample) -> str:
-    """Short hash of a sample's tokens: another text, tokenizer or version of a task gives another one."""
-    text = json.dumps([sample.context, [[q.name, q.prompt, getattr(q, "answer", None)] for q in sample.questions]])
+    """Short hash of a sample's tokens and of how answers are scored: another text, tokenizer or version of a task gives
+    another one."""
+    text = json.dumps([sample.context, [asdict(question) for question in sample.questions]])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -126,9 +127,10 @@ class CellFile:
     def __init__(self, path: str | os.PathLike | None, model: dict, about: dict | None = None):
         self.path = None if path is None else pathlib.Path(path)
         self.cells: dict[tuple, Cell] = {}
+        self._mend: tuple[int, bytes] | None = None         # bytes of the file that stay, and the line feed that lacks
         self.about = {"kind": "run", "format": FORMAT, "model": model, **(about or {})}
         if self.path is not None and self.path.exists() and self.path.stat().st_size:
-            self.about = read_lines(self.path, self.cells)
+            self.about = self._read()
             if self.about.get("model") != model:
                 raise ValueError(f"{self.path} holds results of another model "
                                  f"({_differences(self.about.get('model'), model)}); give another file, or delete it")
@@ -149,8 +151,8 @@ class CellFile:
             raise ValueError(f"{where} was measured with other settings "
                              f"({_differences(cell.settings, policy.to_dict())}); give another file, or delete it")
         if cell.sample != sample_id(sample):
-            raise ValueError(f"{where} was measured on another text, or with another tokenizer; give another "
-                             "file, or delete it")
+            raise ValueError(f"{where} was measured on another text, with another tokenizer, or by another version of the "
+                             "task; give another file, or delete it")
         if cell.simulated != simulated:
             raise ValueError(f"{where} was {'simulated' if cell.simulated else 'answered by the cache itself'}; give another "
                              "file, or delete it")
@@ -162,46 +164,39 @@ class CellFile:
             self._append(cell.to_json())
 
     def _append(self, line: str) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with open(self.path, "ab") as file:
+            if self._mend is not None:
+                keep, missing = self._mend
+                file.truncate(keep)
+                file.write(missing)
+                self._mend = None
+            file.write(line.encode() + b"\n")
 
-
-def read_lines(path: pathlib.Path, cells: dict[tuple, Cell]) -> dict:
-    """Fill `cells` from a file and return its first line; a last line that was cut off by an interruption is taken away.
-
-    Raises:
-        ValueError: no results of this format, a line that can't be read.
-    """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    about = None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-            if about is None:
-                if not isinstance(values, dict) or values.get("kind") != "run" or values.get("format") != FORMAT:
-                    raise ValueError("it does not begin with the line of an evaluation")
-                about = values
-            else:
-                cell = Cell.from_dict(values)
-                cells[cell.place] = cell
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if number == len(lines) and about is not None:  # without the line feed at its end: it was being written
-                path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
-                break
-            raise ValueError(f"{path}, line {number}: no result of this version of the evaluation ({error}); give "
-                             "another file, or delete it") from error
-    return about
-
-
-def load_cells(paths: Iterable[str | os.PathLike]) -> tuple[dict, list[Cell]]:
-    """The first line of the first file, and the cells of all of them; of a cell that occurs twice, the later one."""
-    about, cells = None, {}
-    for path in paths:
-        first = read_lines(pathlib.Path(path), cells)
-        about = about or first
-    return about or {}, list(cells.values())
+    def _read(self) -> dict:
+        """Fill `cells` from the file and return its first line; half a line at its end is passed over, and goes when the next
+        one is added."""
+        data, about, read = self.path.read_bytes(), None, 0
+        for number, line in enumerate(data.splitlines(keepends=True), 1):
+            try:
+                values = json.loads(line) if line.strip() else None
+                if about is None and values is not None:
+                    if not isinstance(values, dict) or values.get("kind") != "run" or values.get("format") != FORMAT:
+                        raise ValueError("it does not begin with the line of an evaluation")
+                    about = values
+                elif values is not None:
+                    cell = Cell.from_dict(values)
+                    self.cells[cell.place] = cell
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                if about is not None and not line.endswith(b"\n"):
+                    break                                   # it was being written
+                raise ValueError(f"{self.path}, line {number}: no result of this version of the evaluation ({error}); give "
+                                 "another file, or delete it") from error
+            read += len(line)
+        if about is None:
+            raise ValueError(f"{self.path} holds nothing but blank lines; give another file, or delete it")
+        if not data.endswith(b"\n"):
+            self._mend = read, b"\n" if read == len(data) else b""
+        return about
 
 
 def _differences(old, new) -> str:

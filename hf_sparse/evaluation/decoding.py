@@ -33,7 +33,7 @@ class Reading:
     Args:
         log_probs: [answer tokens, vocabulary] fp64 log-probabilities (of `answer` on the CPU), each given the gold tokens
             before.
-        stats: `PSACache.stats()` of the fork that answered.
+        stats: `PSACache.stats()` of the fork that answered, and `reading`, see `reading_taken`.
     """
 
     log_probs: torch.Tensor
@@ -82,7 +82,7 @@ def answer(model, cache: PSACache, question: Question, dense: bool = False, one_
     logits = logits[0, -wanted:].double().cpu()
     if not bool(torch.isfinite(logits).all()):
         raise FloatingPointError(f"the model's logits are not finite ({'dense' if dense else 'sparse'} attention)")
-    stats = fork.stats()
+    stats = {**fork.stats(), "reading": reading_taken(fork)}
     if not dense:
         check_sparse(stats, fork.config, ids.shape[1])
     return Reading(torch.log_softmax(logits, dim=-1), stats)
@@ -92,8 +92,8 @@ def answer(model, cache: PSACache, question: Question, dense: bool = False, one_
 def answers(model, cache: PSACache, questions: Sequence[Question], dense: bool = False) -> list[Reading]:
     """Ask several questions on one prefilled context, those of one length together, as rows of one batch.
 
-    Rows share the blocks of the context. On a GPU whose kernels serve the cache's settings they decode, a token a forward;
-    else one forward takes all tokens through the reference.
+    Rows share the blocks of the context. Where kernels serve the cache's settings they decode, a token a forward; else one
+    forward takes all tokens through the reference.
 
     Returns:
         A Reading a question; questions that were asked together share their stats.
@@ -113,19 +113,30 @@ def answers(model, cache: PSACache, questions: Sequence[Question], dense: bool =
             fork.batch_repeat_interleave(len(asked))
         ids = torch.tensor([question.prompt + question.answer[:-1] for question in asked], device=model.device)
         keep = max(len(question.answer) for question in asked)
-        by_token = not dense and model.device.type == "cuda" and fork.state.kernels(model.device, model.dtype)
-        parts = ids.split(1, dim=1) if by_token else [ids]
+        parts = ids.split(1, dim=1) if not dense and by_kernels(model, fork) else [ids]
         logits = torch.cat([model(input_ids=part, **{CACHE_ARGUMENT: fork}, use_cache=True,
                                   **last_logits(model, min(keep, part.shape[1]))).logits[:, -keep:] for part in parts], 1)
         if not bool(torch.isfinite(logits[:, -keep:]).all()):
             raise FloatingPointError(f"the model's logits are not finite ({'dense' if dense else 'sparse'} attention)")
-        stats = fork.stats()
+        stats = {**fork.stats(), "reading": reading_taken(fork)}
         if not dense:
             check_sparse(stats, fork.config, length)
         for place, row in zip(places, logits):
             own = row[-len(questions[place].answer):].double()
             readings[place] = Reading(torch.log_softmax(own, dim=-1), stats)
     return readings
+
+
+def by_kernels(model, cache: PSACache) -> bool:
+    """Whether a prefilled cache decodes single tokens with the kernels; several in one forward take the reference."""
+    return cache.state.kernels(model.device, model.dtype) and all(layer.in_reach() for layer in cache.sparse_layers)
+
+
+def reading_taken(cache: PSACache) -> str:
+    """How the sparse steps of a cache have chosen blocks: "rounds" (the reference), "cut" (the kernels) or "mixed"."""
+    steps, reference = (sum(getattr(layer.stats, name) for layer in cache.sparse_layers)
+                        for name in ("sparse_steps", "reference_steps"))
+    return "rounds" if reference == steps else "mixed" if reference else "cut"
 
 
 def check_sparse(stats: dict, config: PSAConfig, tokens: int) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from ..compat import CACHE_ARGUMENT
 from . import metrics
-from .decoding import DENSE, check_sparse
+from .decoding import DENSE, by_kernels, check_sparse, reading_taken
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Generated:
     Args:
         text: without special tokens, up to where a stop text began.
         tokens: ids that were generated.
-        stats: `PSACache.stats()` of the fork that answered.
+        stats: `PSACache.stats()` of the fork that answered, and `reading`, see `decoding.reading_taken`.
     """
 
     text: str
@@ -72,8 +73,13 @@ def generate_answer(model, tokenizer, cache, question: FreeQuestion, dense: bool
         DenseDecodeError: `dense` is False, and some of decoding was dense all the same.
     """
     fork = cache.fork(**(DENSE if dense else {"sparse_queries": True}))
-    # generate() wants the ids of the context too, and looks at none of them: the cache has it. Any id does.
     past = fork.get_seq_length()
+    if not dense and by_kernels(model, fork):
+        # generate() would hand over the question in one piece, which the reference would take.
+        with torch.no_grad():
+            for token in question.prompt[:-1]:
+                model(input_ids=torch.tensor([[token]], device=model.device), **{CACHE_ARGUMENT: fork}, use_cache=True)
+    # generate() wants the ids of the context too, and looks at none of them: the cache has it. Any id does.
     ids = torch.tensor([[question.prompt[0]] * past + list(question.prompt)], device=model.device)
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends
@@ -92,7 +98,7 @@ def generate_answer(model, tokenizer, cache, question: FreeQuestion, dense: bool
     finally:
         model.generation_config = own
     tokens = tuple(output[0, ids.shape[1]:].tolist())
-    stats = fork.stats()
+    stats = {**fork.stats(), "reading": reading_taken(fork)}
     if not dense:
         check_sparse(stats, fork.config, len(question.prompt) + len(tokens) - 1)
     text = tokenizer.decode(list(tokens), skip_special_tokens=True)

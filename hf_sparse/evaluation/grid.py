@@ -1,12 +1,14 @@
 """Tasks x policies on a model: every context is prefilled once, and every policy answers the same questions on it."""
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..cache.backend import use_kernels
 from ..cache.psa_cache import PSACache
 from ..config import FORK_FIELDS, PSAConfig
 from ..patches.model import patched
@@ -97,6 +99,10 @@ class Decoder:
         read, held = (sum(entry[name] for entry in together) for name in ("blocks_read", "blocks_held"))
         if policy.dense:
             return {"blocks_read": 1.0, "blocks_held": 1.0, "hbm_fraction": 1.0, "coverage": 1.0}
+        for entry in together:
+            if entry["reading"] != policy.reading:
+                raise ValueError(f"policy {policy.name!r} was decoded by {entry['reading']!r} where {policy.reading!r} was to "
+                                 "be expected; see the warnings of the cache for what its kernels lack")
         layer = self.cache.sparse_layers[0]
         digest = Estimator(policy, layer.key_dim).bytes_per_token() / (DENSE_BYTES * (layer.key_dim + layer.value_dim))
         return {"blocks_read": read, "blocks_held": held, "hbm_fraction": read / held + digest,
@@ -106,6 +112,23 @@ class Decoder:
 def storage(config: PSAConfig) -> dict:
     """The fields that forks of a cache share."""
     return {name: value for name, value in config.to_dict().items() if name not in FORK_FIELDS}
+
+
+def as_decoded(policy: Policy, model) -> Policy:
+    """A policy with the reading that the cache's own step has on this model: "cut" by the kernels, "rounds" by the reference.
+
+    Raises:
+        ValueError: a policy that no cache can decode by, or that says how blocks are to be read.
+    """
+    if not policy.real:
+        raise ValueError(f"policy {policy.name!r} exists in simulation only; leave it out, or leave out --real")
+    if policy.reading_given:
+        raise ValueError(f"policy {policy.name!r} says how blocks are read, which the cache's own step decides by itself; "
+                         f"leave out {policy.reading!r}, or leave out --real")
+    if policy.dense:
+        return policy
+    kernels = use_kernels(policy.config, model.device, model.dtype)
+    return dataclasses.replace(policy, reading="cut" if kernels else "rounds")
 
 
 def run_grid(model, tokenizer, work: Sequence[tuple[int, Sample]], policies: Sequence[Policy], cells: CellFile,
@@ -125,13 +148,12 @@ def run_grid(model, tokenizer, work: Sequence[tuple[int, Sample]], policies: Seq
         Whether everything is done; False: the deadline came first.
 
     Raises:
-        ValueError: cells that were measured with other settings, policies that no cache can decode by without `simulated`;
-            nothing has been measured then.
+        ValueError: cells that were measured with other settings, policies that `as_decoded` refuses without `simulated`;
+            nothing has been measured then. Or a step of the cache that read otherwise than it was to.
         DenseDecodeError, FloatingPointError: see `simulate` and `answer`; finished cells are kept.
     """
-    unreal = [policy.name for policy in policies if not policy.real]
-    if unreal and not simulated:
-        raise ValueError(f"policy {unreal[0]!r} exists in simulation only; leave it out, or leave out --real")
+    if not simulated:
+        policies = [as_decoded(policy, model) for policy in policies]
     dense = next((policy for policy in policies if policy.dense), None) or parse_policy("dense")
     policies = [dense, *(policy for policy in policies if policy is not dense)]
     ahead = [(length, sample, [p for p in policies if not cells.done(p, sample, length, simulated)]) for length, sample in work]

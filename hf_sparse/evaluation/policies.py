@@ -60,6 +60,7 @@ class Policy:
         stop_rule: a stop rule of the library, or "true" (the mass that really is left).
         reading: "rounds" or "cut".
         reuse: tokens that share one selection.
+        reading_given: whether the name says how blocks are read; else it is what the kernels do, where they can.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Policy:
     stop_rule: str
     reading: str
     reuse: int = 1
+    reading_given: bool = False
 
     @property
     def dense(self) -> bool:
@@ -171,12 +173,13 @@ def _build(text, settings, reading, reuse, rule_given, base) -> Policy:
     if reading is None:
         cut = rule == "estimate" and config.policy == "threshold" or config.policy == "top_p"
         reading = "cut" if cut and digest in TOKEN_LEVEL else "rounds"
-    elif reading == "cut" and digest not in TOKEN_LEVEL:
+        return Policy(text, config, digest, rule, reading, reuse)
+    if reading == "cut" and digest not in TOKEN_LEVEL:
         raise ValueError(f"policy {text!r}: a cut needs a digest that estimates mass token by token "
                          f"({', '.join(TOKEN_LEVEL)}), not {digest!r}")
-    elif reading == "cut" and config.policy == "threshold" and rule != "estimate":
+    if reading == "cut" and config.policy == "threshold" and rule != "estimate":
         raise ValueError(f"policy {text!r}: a cut goes by estimates, stop rule {rule!r} does not; leave out 'cut'")
-    return Policy(text, config, digest, rule, reading, reuse)
+    return Policy(text, config, digest, rule, reading, reuse, reading_given=True)
 
 
 def _value(text: str, part: str) -> tuple[str, float | int | None]:

@@ -38,6 +38,7 @@ class Context:
         cache: of `decoding.prefill`, one row, not decoded with yet.
 
     Raises:
+        DenseDecodeError: the model is exact but never sparse.
         ValueError: several rows, or a cache whose prompt is no longer known well enough to digest it as decoding would.
     """
 
@@ -45,6 +46,9 @@ class Context:
         if cache.batch_size != 1 or not cache.sparse_layers:
             raise ValueError("a simulated context is one row of a model with full-attention layers; this cache holds "
                              f"{cache.batch_size} row(s) in {len(cache.sparse_layers)} such layers")
+        if cache.state.dense_expected:
+            raise DenseDecodeError("this model is served exactly but not sparsely, because its attention edits keys or values "
+                                   "between the cache and attention; decoding is dense, and there is nothing to measure")
         self.cache = cache
         self.spare: dict[int, PSACache] = {}                # forks that are as they were made, by their rows
         self.layers = []
@@ -113,7 +117,8 @@ class Found:
 @dataclass(frozen=True)
 class Layer:
     """read [B, H] and held [B]: blocks. mass [B, H, G]: true share of the attention mass that was gathered (sinks of the model
-    count as gathered); coverage: the same as estimated. scanned [B]: tokens whose digests were read."""
+    count as gathered); coverage: the same as estimated (of a reused selection: of the one that the token would have made
+    itself). scanned [B]: tokens whose digests were read."""
 
     read: Tensor
     held: Tensor

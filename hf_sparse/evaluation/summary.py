@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 
 from .cells import MASS_BINS, Cell
 from .metrics import binomial_interval
-from .report import format_table
+from .table import format_table
 
 # What counts as right; tasks that are not named: answers with every token right ("exact"), or their score.
-METRICS = {"copy": "tokens", "kl": "agreement"}
+COUNTED = {"copy": "tokens", "kl": "agreement"}
 # A model that answers less than this with dense attention can't do the task; scores of free answers are low for good models too.
 ABLE, ABLE_SCORE = 0.5, 0.1
 
@@ -49,7 +49,6 @@ class Row:
     loss_dense: float | None
     kv_fraction: float
     hbm_fraction: float | None
-    pcie_fraction: float
     mass_mean: float | None
     mass_p1: float | None
     simulated: bool
@@ -98,7 +97,6 @@ def _row(cells: list[Cell], dense: list[Cell]) -> Row:
         loss=_loss(cells), loss_dense=_loss(dense),
         kv_fraction=sum(cell.blocks_read for cell in cells) / held,
         hbm_fraction=_weighted(cells, [cell.hbm_fraction for cell in cells]),
-        pcie_fraction=sum(cell.blocks_read for cell in cells) / held,
         mass_mean=mass_quantile(cells, None), mass_p1=mass_quantile(cells, 0.01), simulated=first.simulated)
 
 
@@ -107,7 +105,7 @@ def _accuracy(cells: list[Cell]) -> tuple[str, int, int, float]:
     answers = [answer for cell in cells for answer in cell.answers]
     if answers[0].score is not None:
         return "score", 0, len(answers), sum(answer.score for answer in answers) / len(answers)
-    metric = METRICS.get(cells[0].task, "exact")
+    metric = COUNTED.get(cells[0].task, "exact")
     if metric == "exact":
         right, trials = sum(answer.exact for answer in answers), len(answers)
     else:

@@ -16,8 +16,8 @@ MOST_KL, LEAST_RELATIVE = 0.01, 0.98
 
 @dataclass(frozen=True)
 class Trial:
-    """One threshold: mean KL over the answers' tokens of all tasks, needles right relative to dense attention (None: the model
-    can't find needles with dense attention either), and the share of the blocks that was read."""
+    """One threshold, of several lengths the worst: the mean of the tasks' mean KL a token, needles right relative to dense
+    attention (None: the model can't find needles with dense attention either), and the share of the blocks that was read."""
 
     threshold: float
     kl_mean: float

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from . import longbench, ruler
 from .generated import FreeQuestion
-from .runner import TASKS
 from .samples import Haystack, Sample
+from .tasks import TASKS
 
 FORMATS = {"longbench": longbench.load, "ruler": ruler.load}
 
@@ -36,6 +36,11 @@ def task_work(tasks: Sequence[str], lengths: Sequence[int], haystack: Haystack, 
                      for index in range(count)]
     work.sort(key=lambda entry: (entry[1], entry[0]))
     return [(length, sample) for _, length, sample in work]
+
+
+def build_samples(tasks: Sequence[str], haystack: Haystack, length: int, samples: int, seed: int = 0) -> list[Sample]:
+    """The samples of `task_work` at one length, those of one seed together."""
+    return [sample for _, sample in task_work(tasks, [length], haystack, samples, seed)]
 
 
 def check_tasks(tasks: Sequence[str]) -> None:

@@ -45,6 +45,14 @@ def named(caches) -> int:
 
 
 @pytest.mark.parametrize("tiers", TIERS)
+def test_a_prompt_is_held_once(tiers):
+    """Its keys and values are in blocks after attention, and nowhere else."""
+    one = make(tiers)
+    one.feed(50, batch=2)
+    assert all(layer.length == 50 and layer.pending is None for layer in one.cache.layers)
+
+
+@pytest.mark.parametrize("tiers", TIERS)
 def test_a_dropped_fork_gives_its_blocks_back(tiers):
     one = make(tiers)
     one.feed(50, batch=2)

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+import hf_sparse.cache.pool as pool_module
 from hf_sparse.cache.host import available_host_bytes, reserve_host
 from hf_sparse.cache.pool import BlockPool
 from hf_sparse.kernels.reference.fetch import acquire, read
@@ -100,6 +101,29 @@ def test_growth_keeps_content():
     pool.kv[layer.table] = torch.arange(3.0)[:, None].expand(-1, ELEMENTS)
     layer.take(pool, 1000)
     assert torch.equal(pool.kv[layer.table[:3], 0], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["room-for-one", "no-room"])
+def test_growth_where_the_device_cannot_hold_both_copies(room, monkeypatch):
+    """The old slots wait in host memory; if the new ones still do not fit, they come back."""
+    pool = make_pool()
+    layer = Layer(pool, 20)
+    pool.kv[layer.table] = torch.arange(20.0)[:, None].expand(-1, ELEMENTS)
+    before, empty = pool.slots, torch.empty
+
+    def no_room(*args, **kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(pool_module, "_extend", no_room)
+    monkeypatch.setattr(torch, "empty", empty if room else no_room)
+    if room:
+        layer.take(pool, 500)
+        assert pool.slots > before and not pool.kv[before:].any()
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            layer.take(pool, 500)
+        assert pool.slots == before
+    assert pool.kv[layer.table[:20], 0].tolist() == list(range(20))
 
 
 def test_no_more_than_the_host_tier_holds():

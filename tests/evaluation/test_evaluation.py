@@ -1,9 +1,8 @@
-"""Evaluation: samples are what they claim, answers come from the sparse step, and reports add up."""
+"""Evaluation: samples are what they claim, answers come from the sparse step, and tables are aligned."""
 
 from __future__ import annotations
 
 import gc
-import json
 
 import pytest
 import torch
@@ -12,25 +11,22 @@ from transformers import DynamicCache
 from hf_sparse import PSACache, PSAConfig, patched
 from hf_sparse.evaluation import (
     TASKS,
-    Answer,
     DenseDecodeError,
     Haystack,
     Question,
-    Report,
     answer,
     answers,
     build_samples,
     check_sparse,
     default_paragraphs,
     divergence,
-    evaluate,
     load_paragraphs,
     prefill,
 )
 from hf_sparse.evaluation.needles import COUNT
-from hf_sparse.evaluation.report import format_table, summarise
+from hf_sparse.evaluation.table import format_table
 from hf_sparse.evaluation.verbatim import COPIED, DEPTHS, LEAD
-from tests.text_model import CONTEXT, text_model, text_tokenizer
+from tests.text_model import text_model, text_tokenizer
 
 LENGTH = 1200
 SPARSE = dict(threshold=0.6, min_context=0, block_size=4)
@@ -250,8 +246,9 @@ def test_sparse_answers_are_others_and_read_less(short):
 
 
 def test_threshold_one_is_dense(short):
-    reading = ask(*short, threshold=1.0)
+    reading = ask(*short, threshold=1.0, verify=True)
     assert reading.stats["sparse_steps"] > 0 and reading.stats["kv_fraction"] == 1.0
+    assert reading.stats["coverage_true"] == pytest.approx(1.0, abs=1e-5)
     assert torch.allclose(reading.log_probs, reference(*short), atol=1e-4)
 
 
@@ -385,115 +382,6 @@ def test_divergence_is_that_of_torch():
     expected = torch.nn.functional.kl_div(sparse, dense, log_target=True, reduction="none").sum(-1)
     assert torch.allclose(divergence(dense, sparse), expected)
     assert torch.equal(divergence(dense, dense), torch.zeros(5, dtype=torch.float64))
-
-
-# -- whole evaluations ----------------------------------------------------------------------------------------------
-
-
-def test_evaluation_runs_every_task_and_leaves_the_model_alone(tokenizer):
-    model = text_model()
-    seen = []
-    before = (model.config._attn_implementation, model.generate)
-    report = evaluate(
-        model, tokenizer, length=LENGTH, samples=1, seed=4, progress=lambda *step: seen.append(step[:2]), **SPARSE
-    )
-    assert (model.config._attn_implementation, model.generate) == before
-    assert [s.task for s in report.summaries] == ["passkey", "needles", "copy", "kl"]
-    assert [s.questions for s in report.summaries] == [1, 8, 3, 1]
-    # Copy and continuation share a context, so four tasks are three prefills.
-    assert seen == [(i, 3) for i in range(3)]
-    for summary in report.summaries:
-        assert 0 < summary.kv_fraction < 1 and 0 < summary.coverage <= 1 and summary.coverage_true is None
-        assert summary.kl_max >= summary.kl_mean > 1e-5
-    assert report.config == PSAConfig(**SPARSE).to_dict()
-    assert report.settings == {"tasks": ["passkey", "needles", "copy", "kl"], "length": LENGTH, "samples": 1, "seed": 4}
-
-
-def test_evaluation_at_threshold_one_finds_no_difference(tokenizer):
-    report = evaluate(
-        text_model(), tokenizer, ["copy", "kl"], 500, 1, threshold=1.0, min_context=0, block_size=4, verify=True
-    )
-    for summary in report.summaries:
-        assert summary.kl_max < 1e-6
-        assert summary.agreement == 1.0 and summary.kv_fraction == 1.0
-        assert summary.coverage_true == pytest.approx(1.0, abs=1e-5)
-
-
-def test_evaluation_repeats_itself(tokenizer):
-    first, again = (evaluate(text_model(), tokenizer, ["passkey"], 600, 2, **SPARSE) for _ in range(2))
-    assert first == again
-
-
-def test_evaluation_of_a_dense_decode_raises_and_restores_the_model(tokenizer):
-    model = text_model()
-    before = model.config._attn_implementation
-    with pytest.raises(DenseDecodeError):
-        evaluate(model, tokenizer, ["kl"], 500, 1)  # the default min_context is 2048
-    assert model.config._attn_implementation == before
-    assert not hasattr(model, "last_psa_cache")
-
-
-def test_evaluation_refuses_what_does_not_fit_the_model(tokenizer):
-    with pytest.raises(ValueError, match=rf"context is {CONTEXT}; ask for a length of at most (\d+)") as error:
-        evaluate(text_model(), tokenizer, ["kl"], CONTEXT, 1, **SPARSE)
-    most = int(str(error.value).rsplit(" ", 1)[1])
-    assert most == CONTEXT - 49
-
-
-def test_evaluation_takes_text_from_a_file(tokenizer, tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"Paragraph number {i} of a made-up text goes on for a while." for i in range(20)))
-    report = evaluate(text_model(), tokenizer, ["kl"], 500, 1, text=path, **SPARSE)
-    assert report.answers[0].context_tokens == 500
-    with pytest.raises(ValueError, match="the text has"):
-        evaluate(text_model(), tokenizer, ["kl"], 1500, 1, text=path, **SPARSE)
-
-
-# -- reports --------------------------------------------------------------------------------------------------------
-
-
-def result(task="needles", right_dense=6, right_sparse=6, kl=(0.0,) * 6, **overrides) -> Answer:
-    values = dict(
-        seed=0,
-        question="q",
-        depth=0.5,
-        context_tokens=100,
-        tokens=6,
-        agreed=6,
-        kv_fraction=0.25,
-        coverage=0.9,
-        coverage_true=None,
-    )
-    values.update(overrides)
-    return Answer(task=task, right_dense=right_dense, right_sparse=right_sparse, kl=tuple(kl), **values)
-
-
-def test_summaries_add_up():
-    answers = [
-        result(right_sparse=3, agreed=3, kl=(0.0, 0.0, 0.0, 0.6, 0.0, 0.6), kv_fraction=0.35),
-        result(),
-        result(task="copy", tokens=2, right_dense=1, right_sparse=2, agreed=1, kl=(0.1, 0.3), coverage_true=0.8),
-    ]
-    needles, copy = summarise(answers)
-    assert (needles.task, needles.questions, needles.tokens) == ("needles", 2, 12)
-    assert (needles.exact_dense, needles.exact_sparse) == (1.0, 0.5)
-    assert (needles.token_accuracy_dense, needles.token_accuracy_sparse, needles.agreement) == (1.0, 0.75, 0.75)
-    assert needles.kl_mean == pytest.approx(0.1) and needles.kl_max == 0.6
-    assert needles.kv_fraction == pytest.approx(0.3) and needles.coverage_true is None
-    assert (copy.exact_dense, copy.exact_sparse, copy.token_accuracy_dense) == (0.0, 1.0, 0.5)
-    assert copy.kl_mean == pytest.approx(0.2) and copy.coverage_true == 0.8
-
-
-def test_reports_are_a_table_and_json():
-    report = Report({"threshold": 0.5}, {"length": 100}, summarise([result(right_sparse=3)]), (result(),))
-    head, rule, row = report.table().splitlines()
-    assert head.split("|")[1].strip() == "task" and "KV read" in head
-    assert set(rule) == set("|-:")
-    assert [cell.strip() for cell in row.strip("|").split("|")][:4] == ["needles", "1", "1.000", "0.000"]
-    data = json.loads(json.dumps(report.to_dict()))
-    assert data["summaries"][0]["exact_sparse"] == 0.0
-    assert data["answers"][0]["kl"] == [0.0] * 6
-    assert data["config"] == {"threshold": 0.5} and data["settings"] == {"length": 100}
 
 
 def test_tables_are_aligned():

@@ -26,6 +26,7 @@ def test_the_cheapest_setting_that_keeps_the_needles():
 def test_goals_are_reached_or_missed():
     rows = [row("psa", kv_fraction=0.08, hbm_fraction=0.2, threshold=0.85, mass_p1=0.84, kl_mean=0.008),
             row("psa@0.7", kv_fraction=0.05, relative=0.9, threshold=0.7, mass_p1=0.65, kl_mean=0.03),
+            row("psa/max_blocks=9", kv_fraction=0.3, threshold=0.85, mass_p1=0.1, kl_mean=0.5),      # may stop short of its threshold
             row("arkvale@0.45", kv_fraction=0.4), row("psa/reuse=4", kl_mean=0.024)]
     text = report.goals_table({"rows": rows})
     lines = {line.split(" | ")[1]: line for line in text.splitlines()[2:]}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_sparse import PSAConfig, patched
-from hf_sparse.evaluation import DenseDecodeError, Haystack, default_paragraphs, prefill
+from hf_sparse.evaluation import DenseDecodeError, Haystack, default_paragraphs, generated, prefill
 from hf_sparse.evaluation.generated import FreeQuestion, cut, generate_answer
 from tests.text_model import text_model, text_tokenizer
 
@@ -72,6 +72,21 @@ def test_sparse_answers_take_the_sparse_step_and_read_less(tokenizer, asked):
     stats = generate(tokenizer, *asked).stats
     assert stats["sparse_steps"] == len(asked[1].prompt) + TOKENS - 1
     assert 0 < stats["kv_fraction"] < 1
+
+
+def test_questions_that_kernels_take_come_token_by_token(tokenizer, asked, monkeypatch):
+    expected = generate(tokenizer, *asked)
+    widths = []
+    hook = text_model().register_forward_pre_hook(lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]),
+                                                  with_kwargs=True)
+    monkeypatch.setattr(generated, "by_kernels", lambda *args: True)
+    try:
+        found = generate(tokenizer, *asked)
+    finally:
+        hook.remove()
+    assert set(widths[1:]) == {1} and len(widths) == 1 + len(asked[1].prompt) + TOKENS - 1      # the first is the prefill
+    assert found.tokens == expected.tokens and found.stats["reading"] == expected.stats["reading"] == "rounds"
+    assert found.stats["blocks_read"] == expected.stats["blocks_read"]
 
 
 def test_settings_of_the_model_do_not_change_answers(tokenizer, asked):

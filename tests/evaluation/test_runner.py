@@ -8,8 +8,8 @@ import time
 import pytest
 
 from hf_sparse import PSAConfig
-from hf_sparse.evaluation import Haystack, default_paragraphs
-from hf_sparse.evaluation.cells import AnswerScore, Cell, CellFile, load_cells, model_id, sample_id
+from hf_sparse.evaluation import DenseDecodeError, Haystack, default_paragraphs, grid, prefill
+from hf_sparse.evaluation.cells import AnswerScore, Cell, CellFile, model_id, sample_id
 from hf_sparse.evaluation.generated import FreeQuestion
 from hf_sparse.evaluation.grid import run_grid
 from hf_sparse.evaluation.policies import parse_policies, parse_policy
@@ -162,7 +162,39 @@ def test_what_was_stopped_goes_on(tokenizer, work, tmp_path):
     assert sorted(map(str, without_times(cells))) == sorted(map(str, without_times(whole)))
     again, seen, _ = go(tokenizer, work, path)
     assert not seen and without_times(again) == without_times(cells)
-    assert load_cells([path, path])[1] == list(cells.cells.values())
+
+
+def test_a_file_is_only_changed_when_something_is_added(tmp_path):
+    path, one = tmp_path / "cells.jsonl", cell("psa", [score(2)])
+    two, three = dataclasses.replace(one, seed=1), dataclasses.replace(one, seed=2)
+    file = CellFile(path, {})
+    file.add(one)
+    file.add(two)
+    whole = path.read_bytes()
+    # (what is there, what is read, what is there once a third is added)
+    cases = [(whole, [one, two], whole), (whole[:-1], [one, two], whole), (whole[:-9], [one], whole[:-len(two.to_json()) - 1]),
+             (whole.splitlines()[0], [], whole.splitlines(keepends=True)[0])]
+    for before, cells, kept in cases:
+        path.write_bytes(before)
+        file = CellFile(path, {})
+        assert list(file.cells.values()) == cells and path.read_bytes() == before
+        file.add(three)
+        file.add(dataclasses.replace(three, seed=3))
+        assert path.read_bytes().startswith(kept + three.to_json().encode() + b"\n")
+        assert list(CellFile(path, {}).cells.values())[:-1] == [*cells, three]
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match="nothing but blank lines"):
+        CellFile(path, {})
+
+
+def test_samples_are_told_apart_by_all_that_scores():
+    question = FreeQuestion("q", (1, 2), ("a",), "qa_f1", 9, ("x",), ("c",))
+    sample = Sample("longbench/qasper", 0, (1, 2, 3), (question,))
+    others = [dict(references=("b",)), dict(metric="rouge_l"), dict(max_new_tokens=8), dict(stop=()), dict(classes=()),
+              dict(prompt=(1,)), dict(name="p")]
+    ids = {sample_id(dataclasses.replace(sample, questions=(dataclasses.replace(question, **other),))) for other in others}
+    assert len(ids | {sample_id(sample)}) == len(others) + 1
+    assert sample_id(dataclasses.replace(sample, seed=5)) == sample_id(sample)
 
 
 def test_more_policies_and_samples_are_added(tokenizer, work, haystack, tmp_path):
@@ -204,18 +236,50 @@ def test_models_are_told_apart_by_their_weights():
 
 
 def test_the_caches_own_step_finds_the_same(tokenizer, work):
-    policies = parse_policies("psa/rounds,psa@0.7/cuboid_mean/rounds,topk@0.3", BASE)
-    ours, _, _ = go(tokenizer, work[:2], policies=policies)
-    real, _, _ = go(tokenizer, work[:2], policies=policies, simulated=False)
-    assert list(ours.cells) == list(real.cells)
+    ours, _, _ = go(tokenizer, work[:2], policies=parse_policies("psa/rounds,psa@0.7/cuboid_mean,topk@0.3", BASE))
+    real, _, _ = go(tokenizer, work[:2], policies=parse_policies("psa,psa@0.7/cuboid_mean,topk@0.3", BASE), simulated=False)
+    assert [place[1:] for place in ours.cells] == [place[1:] for place in real.cells]
     for cell, other in zip(ours.cells.values(), real.cells.values(), strict=True):
-        assert not other.simulated
+        assert not other.simulated and cell.settings == other.settings
         assert cell.blocks_read / cell.blocks_held == pytest.approx(other.blocks_read / other.blocks_held)
         for a, b in zip(cell.answers, other.answers, strict=True):
             assert (a.right, a.agreed) == (b.right, b.agreed)
             assert a.kl == pytest.approx(b.kl, rel=1e-2, abs=1e-6) and a.loss == pytest.approx(b.loss, rel=1e-4)
     with pytest.raises(ValueError, match="'oracle@0.6' exists in simulation only"):
         go(tokenizer, work[:1], simulated=False)
+
+
+def test_the_caches_own_step_says_how_it_reads(tokenizer, work, monkeypatch):
+    for text in ("psa/rounds", "psa@0.7/cut"):
+        with pytest.raises(ValueError, match=f"leave out '{text.split('/')[1]}', or leave out --real"):
+            go(tokenizer, work[:1], policies=parse_policies(text, BASE), simulated=False)
+    # Kernels that are to be expected and then don't serve.
+    monkeypatch.setattr(grid, "use_kernels", lambda *args: True)
+    with pytest.raises(ValueError, match="decoded by 'rounds' where 'cut' was to be expected"):
+        go(tokenizer, work[:1], policies=parse_policies("psa", BASE), simulated=False)
+
+
+def test_the_caches_own_step_answers_every_task_and_leaves_the_model_alone(tokenizer, haystack, monkeypatch):
+    model, prefills = text_model(), []
+    before = (model.config._attn_implementation, model.generate)
+    monkeypatch.setattr(grid, "prefill", lambda *args: prefills.append(args) or prefill(*args))
+    cells, _, _ = go(tokenizer, task_work(["passkey", "needles", "copy", "kl"], [1200], haystack, 1), policies=POLICIES[:1],
+                     simulated=False)
+    assert (model.config._attn_implementation, model.generate) == before
+    assert len(prefills) == 3                               # copy and continuation share a context
+    found = [row for row in rows(cells.cells.values()) if row.policy == "psa"]
+    assert [(row.task, row.questions) for row in found] == [("passkey", 1), ("needles", 8), ("copy", 3), ("kl", 1)]
+    assert all(0 < row.kv_fraction < 1 and row.kl_max >= row.kl_mean > 1e-5 for row in found)
+    assert all(0 < cell.coverage < 1 for cell in cells.cells.values() if cell.policy == "psa")
+
+
+@pytest.mark.parametrize("simulated", [True, False], ids=["simulated", "real"])
+def test_a_dense_decode_raises_and_restores_the_model(tokenizer, work, simulated):
+    model = text_model()
+    before = model.config._attn_implementation
+    with pytest.raises(DenseDecodeError, match="min_context=2048"):
+        go(tokenizer, work[:1], policies=parse_policies("psa"), simulated=simulated)
+    assert model.config._attn_implementation == before and not hasattr(model, "last_psa_cache")
 
 
 @pytest.mark.parametrize("simulated", [True, False], ids=["simulated", "real"])
@@ -258,7 +322,7 @@ def test_rows_add_up():
     assert psa.relative == pytest.approx(2 / 3) and psa.able
     assert (psa.low, psa.high) == pytest.approx((0.0676, 0.9324), abs=1e-4)
     assert psa.kl_mean == pytest.approx(1.0 / 8) and psa.kl_worst == pytest.approx(0.3) and psa.kl_max == 0.6
-    assert psa.kv_fraction == psa.pcie_fraction == 0.2 and psa.hbm_fraction == pytest.approx(0.3)
+    assert psa.kv_fraction == 0.2 and psa.hbm_fraction == pytest.approx(0.3)
     assert psa.mass_mean == pytest.approx((99 * 0.9005 + 0.1005 + 80.05) / 200) and psa.mass_p1 == 0.8005
     assert (psa.digest, psa.stop_rule, psa.threshold) == ("channel_codes", "estimate", 0.85)
     assert psa.loss == psa.loss_dense == 0.5
@@ -306,7 +370,7 @@ def test_layers_tell_their_worst_head():
 # -- the benchmark --------------------------------------------------------------------------------------------------
 
 
-def test_the_benchmark_writes_rows_and_goes_on(tmp_path, capsys):
+def test_the_benchmark_writes_rows_and_goes_on(tmp_path, capsys, monkeypatch):
     pytest.importorskip("triton")                           # its version is told
     from benchmarks import fidelity
 
@@ -327,7 +391,13 @@ def test_the_benchmark_writes_rows_and_goes_on(tmp_path, capsys):
               "low", "high", "kl_mean", "kl_worst", "kv_fraction", "hbm_fraction", "mass_p1", "run_id", "versions"}
     assert all(wanted <= set(row) for row in data["rows"]) and str(tmp_path) not in out.read_text()
     assert fidelity.main([*arguments, "--contexts", "1"]) == 0                     # nothing new; the same rows once
-    assert len(json.loads(out.read_text())["rows"]) == 6
+    again = json.loads(out.read_text())["rows"]
+    assert len(again) == 6 and {row["run_id"] for row in again} == {row["run_id"] for row in data["rows"]}
+    monkeypatch.setattr(fidelity, "versions", lambda: {"torch": "0.0"})
+    with pytest.raises(SystemExit):
+        fidelity.main(arguments)
+    assert "give another --cells" in capsys.readouterr().err and json.loads(out.read_text())["rows"] == again
+    monkeypatch.undo()
     capsys.readouterr()
     with pytest.raises(SystemExit):
         fidelity.main([*arguments, "--tasks", "juggling"])

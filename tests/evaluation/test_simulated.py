@@ -14,6 +14,7 @@ from hf_sparse.evaluation.generated import FreeQuestion, generate_answer
 from hf_sparse.evaluation.policies import parse_policy
 from hf_sparse.evaluation.samples import Question
 from hf_sparse.evaluation.simulated import Context, Simulation, simulate, simulate_generation
+from hf_sparse.patches import support
 from tests.models import get_model
 
 TOKENS = 371                                                # no multiple of any block or unit; 13 tokens before a unit closes
@@ -48,7 +49,8 @@ def both(family: str, text: str, base: PSAConfig, questions=QUESTIONS):
 BASE = PSAConfig(block_size=8, min_context=0, threshold=0.7, round_blocks=2)
 POLICIES = (
     "psa/rounds", "psa@0.95/rounds", "psa/rounds/round_blocks=1/round_growth=1", "psa/rounds/group_stop=min", "psa/key_bits/rounds",
-    "psa/key_bits/key_bits=1/rounds", "psa/rounds/group_reduction=max", "psa/rounds/max_blocks=21", "psa@1.0/rounds/max_blocks=21", "psa/rounds/min_blocks=25",
+    "psa/key_bits/key_bits=1/rounds", "psa/rounds/group_reduction=max", "psa/rounds/max_blocks=21",
+    "psa@1.0/rounds/max_blocks=21", "psa/rounds/min_blocks=25",
     "psa/rounds/min_blocks=0.4",
     "psa/rounds/sink_blocks=2/recent_blocks=3", "psa/rounds/sink_blocks=0/recent_blocks=0", "psa/cuboid_mean/window",
     "psa/min_max/window/stop_window=3", "psa/centroid/nleft@0.9", "psa/cuboid_mean/paper@0.95", "psa/channel_codes/window",
@@ -273,6 +275,15 @@ def test_a_context_below_min_context_is_refused(llama):
     with pytest.raises(DenseDecodeError, match="min_context=400"):
         simulate(model, context, QUESTIONS, parse_policy("psa", BASE.replace(min_context=400)))
     simulate(model, context, QUESTIONS[:1], parse_policy("dense", BASE.replace(min_context=400)))
+
+
+def test_a_model_that_is_never_sparse_is_refused(monkeypatch):
+    monkeypatch.setattr(support, "check", lambda model: support.Support("dense", ["its keys are edited"]))
+    model = get_model("qwen2")
+    with pytest.warns(UserWarning, match="exact but not sparse"), patched(model, BASE):
+        cache = prefill(model, draw(50, 0), PSAConfig(block_size=8))
+    with pytest.raises(DenseDecodeError, match="exactly but not sparsely, because its attention edits keys or values"):
+        Context(cache)
 
 
 def test_only_a_prefilled_cache_of_one_row_is_a_context(llama):
