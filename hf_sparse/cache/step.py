@@ -25,7 +25,7 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
     total = (layer.lengths + P - 1) // P
     read, coverage = torch.zeros(B, H, dtype=torch.int64, device=layer.device), torch.ones_like(mass)
     if units:
-        count, floor, limit = _budget(layer, candidates, forced, total, units * store.unit_blocks)
+        count, floor, limit = budget(config, layer.lengths, candidates, forced, total, units * store.unit_blocks)
         order, rest = ops.select(store.score(q, units, softcap), mass, config.sink_blocks, start, limit,
                                  config.group_reduction)
         output, mass, read, coverage = ops.attend(
@@ -43,9 +43,8 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
     return output.to(query.dtype).flatten(1, 2)[:, :, None]
 
 
-def _budget(layer, candidates, forced, total, blocks):
+def budget(config, lengths, candidates, forced, total, blocks):
     """[B] how many ranked blocks may be read, [B] how many must be, and how many to rank."""
-    config = layer.config
     shares = lambda share: torch.ceil(total * share).long()  # noqa: E731
     least = shares(config.min_blocks) if isinstance(config.min_blocks, float) else config.min_blocks
     count, floor, most = candidates, (least - forced).clamp(min=0), None
@@ -59,7 +58,7 @@ def _budget(layer, candidates, forced, total, blocks):
         count = torch.minimum(count, (most - forced).clamp(min=0))
         limit = min(limit, most)
     # Short rows of a long batch are read whole, as they would be alone.
-    short = layer.lengths < config.min_context
+    short = lengths < config.min_context
     limit = max(limit, min(blocks, config.min_context // config.block_size))
     count = torch.where(short, candidates, count)
     floor = torch.where(short, candidates, torch.minimum(floor, count))

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from ..cache.step import _budget
+from ..cache.step import budget
 from ..kernels.reference.select import select
 from ..kernels.reference.softmax import finite
+from ..selection.cut import OCTAVES, PLAN, STEPS
 from ..selection.rounds import round_bounds
 from .policies import Policy
 
-# Of the kernels (kernels/decode.py and kernels/select.py, which can't be imported everywhere).
-PLAN, OCTAVES, STEPS = 0.15, 24, 9
 BIN = OCTAVES << 23 >> STEPS
 
 
@@ -50,8 +48,8 @@ def choose(policy: Policy, seen: Seen) -> tuple[Tensor, Tensor]:
     config = policy.config
     candidates = (seen.start - config.sink_blocks).clamp(min=0)
     # Every row here is long enough to be sparse, whatever min_context says.
-    layer = SimpleNamespace(config=config.replace(min_context=0), lengths=seen.lengths)
-    count, floor, limit = _budget(layer, candidates, seen.forced, seen.total, seen.estimate.shape[-1])
+    count, floor, limit = budget(config.replace(min_context=0), seen.lengths, candidates, seen.forced, seen.total,
+                                 seen.estimate.shape[-1])
     pick = _by_cut if policy.reading == "cut" else _by_rounds
     return pick(policy, seen, candidates, count, floor, limit)
 

@@ -5,6 +5,7 @@ For comparison with `fetch_kernel`, in whose place this is launched. Eager only:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import triton
@@ -50,7 +51,7 @@ class CopyEngineTier(Tier):
     kv: [S, E] slots. host: [C, E]. most: blocks that a layer step may miss.
     """
 
-    beside: bool = False
+    beside: ClassVar[bool] = False
     loader: Loader
     kv: torch.Tensor
     host: torch.Tensor

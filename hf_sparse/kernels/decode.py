@@ -8,17 +8,17 @@ import torch
 import triton
 import triton.language as tl
 
+from ..selection.cut import OCTAVES, PLAN, STEPS
 from .attend import attend_kernel, merge_kernel
 from .descriptor import FIELDS
 from .extend import extend_kernel
 from .rank import rank_kernel
 from .score import HEADS
-from .select import OCTAVES, STEPS, select_kernel
+from .select import select_kernel
 from .tiering import RESIDENT_RANK, RESIDENT_SELECT, Tier
 
 LOG2E = 1.4426950408889634
 NO_LIMIT = 2**30
-PLAN = 0.15                                                 # planned so far beyond the threshold, of the way to 1
 PIECE = 32                                                  # tokens of the always-read blocks for one program
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -183,7 +183,6 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
         PIECES=pieces, FT=max(P, PIECE), TT=16, TYPE=TYPES[shape.dtype], PTX=on_gpu, CAP=cap, OVERLAP=overlap,
         **(RESIDENT_RANK if tier is None else tier.rank_constants(policy.tail_blocks(UB))),
         num_warps=1, num_stages=1, **({"maxnreg": tune.rank_registers} if tune.rank_registers and on_gpu else {}))
-    # Planned a little beyond the threshold, because the masses that will be found are not quite those estimated.
     need = policy.threshold if policy.by_estimate else policy.threshold + PLAN * (1.0 - policy.threshold)
     search = lambda tile: dict(TILE=tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS)  # noqa: E731
     select_kernel[(rows,)](

@@ -14,10 +14,6 @@ from .append import forced_masses
 from .overlap import let_next_start, wait_for_previous
 from .residency import touch
 
-# The search goes over this many octaves below the largest share and ends with bins of 1 / 21 octave, or 3 %.
-OCTAVES = 24
-STEPS = 9
-
 
 @triton.jit
 def _add2(a, b, u, v):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import triton
@@ -44,7 +45,7 @@ class Tier:
     block_bytes: int
     eviction: str
     layers: int                                             # of the pool
-    beside: bool = True                                     # attention may start with the fetch, where kernels overlap
+    beside: ClassVar[bool] = True                           # attention may start with the fetch, where kernels overlap
 
     def rank_constants(self, leaving: int) -> dict:
         """Constants of `append`; `leaving`: the most blocks that leave the tail at once."""

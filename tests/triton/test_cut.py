@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from hf_sparse import PSAConfig
-from hf_sparse.evaluation import choosing
 from hf_sparse.evaluation.choosing import Seen, choose
 from hf_sparse.evaluation.policies import parse_policy
-from hf_sparse.kernels import decode, select
 from tests.triton.test_decode_kernels import make_twins
 
 P = 16
@@ -23,10 +21,6 @@ def masses(layer, query):
     logits = torch.einsum("bhgd,bhtd->bhgt", query, keys.float())
     beyond = torch.arange(keys.shape[2]) >= layer.lengths[:, None]
     return query, logits.masked_fill(beyond[:, None, None], -math.inf).unflatten(-1, (-1, P)).logsumexp(-1)
-
-
-def test_the_numbers_are_those_of_the_kernels():
-    assert (choosing.PLAN, choosing.OCTAVES, choosing.STEPS) == (decode.PLAN, select.OCTAVES, select.STEPS)
 
 
 @pytest.mark.parametrize(
