@@ -292,6 +292,8 @@ def test_tune_writes_nothing_where_no_threshold_is_good_enough(directory, tmp_pa
         (["eval", "{model}", "--policy", "all"], "choose from dense, psa"),
         (["eval", "{model}", "--file", "squad:{missing}"], "longbench:PATH or ruler:PATH"),
         (["eval", "{model}", "--file", "ruler:{missing}"], "missing"),
+        (["eval", "{model}", "--file", "ruler:"], "longbench:PATH or ruler:PATH"),
+        (["eval", "{model}", "--out", "{empty}"], "that is a directory"),
         (["eval", "{model}", "--out", "{missing}/deeper/out.jsonl"], "no such directory"),
         (["eval", "{model}", "--out", "{broken}/config.json", "--task", "kl", "--length", "400"], "line 1"),
         (["tune", "{model}", "--set", "top_k=5", "--policy", "top_k"], "no threshold to choose"),

@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         path = getattr(args, option)
         if path and not pathlib.Path(path).resolve().parent.is_dir():
             raise CommandError(f"--{option} {path}: there is no such directory to write to")
+        if path and pathlib.Path(path).is_dir():
+            raise CommandError(f"--{option} {path}: that is a directory; give a file's name")
 
     from ..evaluation import plots
     from ..evaluation.cells import CellFile, model_id
@@ -71,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
         policies = parse_policies(names, config)
         if args.blocks:
             policies += [policy for policy in parse_policies(SPREAD, config) if policy not in policies]
-        if args.plot or args.map or args.blocks:
-            plots.check()
+        drawn = [path for path in (args.plot, args.map, args.blocks) if path]
+        if drawn:
+            plots.check(*drawn)
     except (ImportError, ValueError) as error:
         raise CommandError(str(error)) from error
     model, tokenizer = load_model(args)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 import os
+import pathlib
 from collections.abc import Iterable, Sequence
 
 from .cells import BLOCK_BINS, Cell
@@ -12,12 +13,21 @@ LEAST_KL = 1e-6                                             # of the axis; below
 MARKERS = "os^vDPX*<>"
 
 
-def check() -> None:
-    """Raise ImportError, saying what to install, where matplotlib is not there."""
+def check(*paths: str) -> None:
+    """Before anything is measured, see whether plots can be drawn into these files.
+
+    Raises:
+        ImportError: matplotlib is not there; says what to install.
+        ValueError: a file whose name has no ending that matplotlib draws.
+    """
     try:
-        import matplotlib  # noqa: F401 - only whether it is there
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'hf-sparse[plots]'") from error
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    for path in paths:
+        if pathlib.Path(path).suffix[1:].lower() not in kinds:
+            raise ValueError(f"{path}: a plot can't be written there; give a name that ends with one of {', '.join(kinds)}")
 
 
 def _figure(rows: int, columns: int, size: tuple[float, float]):

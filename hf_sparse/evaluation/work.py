@@ -62,8 +62,8 @@ def file_work(files: Sequence[str], tokenizer, lengths: Sequence[int], samples: 
     work = []
     taken: dict[tuple[int, str], int] = {}
     for text in files:
-        kind, separator, path = text.partition(":")
-        if not separator or kind not in FORMATS:
+        kind, _, path = text.partition(":")
+        if not path or kind not in FORMATS:
             raise ValueError(f"dataset files are given as {' or '.join(f'{name}:PATH' for name in FORMATS)}, got {text!r}")
         for length in dict.fromkeys(lengths):
             for sample in FORMATS[kind](path, tokenizer, length):

@@ -60,3 +60,11 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     with pytest.raises(ImportError, match=r"hf-sparse\[plots\]"):
         plots.blocks_needed([dataclasses.replace(cell("oracle@0.95", [score(2)]), layer_blocks=({1: 1},))], "oracle@0.95",
                             tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("name", ["plot", "plot.txt", "plot.png.part"])
+def test_a_file_that_no_plot_can_be_is_refused_before_anything_is_measured(name):
+    pytest.importorskip("matplotlib")
+    plots.check("fine.png", "fine.svg")
+    with pytest.raises(ValueError, match=f"{name}: a plot can't be written there.*png"):
+        plots.check("fine.png", name)
