@@ -130,9 +130,9 @@ def test_estimates_are_the_digests(block_size, softcap):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(threshold=0.5), dict(threshold=0.9), dict(threshold=0.7, group_stop="min"), dict(threshold=0.7, min_blocks=12),
+    dict(threshold=0.5), dict(threshold=0.9), dict(threshold=0.7, group_stop="min"),
     dict(threshold=0.3, min_blocks=0.5),
-    dict(threshold=0.99, max_blocks=9), dict(threshold=0.99, max_blocks=0.6), dict(policy="top_k", top_k=8),
+    dict(threshold=0.99, max_blocks=0.6), dict(policy="top_k", top_k=8),
     dict(policy="top_k", top_k=0.4), dict(policy="top_p", top_p=0.7),
 ], ids=str)
 def test_blocks_read_agree_with_the_reference(settings):
