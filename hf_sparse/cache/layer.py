@@ -102,6 +102,7 @@ class PSALayer(LayerBlocks):
         if not self.ragged:
             return _attend_last(query, keys[:, :, :self.length], values[:, :, :self.length], scaling, softcap, sinks)
         output = query.new_zeros(*query.shape[:3], self.value_dim)
+        # Of prompts and turns in pieces only: a step of one token never comes here, so the host may wait for the lengths.
         for row, length in enumerate(self.lengths.tolist()):
             real, here = self.valid[row, past:].nonzero().squeeze(1), slice(row, row + 1)
             if len(real):

@@ -83,6 +83,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="e.g. cpu, cuda, cuda:1 (default: a GPU if there is one)")
 
 
+def add_context_arguments(parser: argparse.ArgumentParser, seed: int) -> None:
+    """What contexts are made of, for commands that measure on them."""
+    parser.add_argument("--seed", type=int, default=seed, help="of the first context; the others count up")
+    parser.add_argument("--text", metavar="PATH", help="text file or directory (default: Python's documentation)")
+    parser.add_argument("--prefill-chunk", type=positive, metavar="TOKENS", help="tokens a prefill forward")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+
 def load_model(args: argparse.Namespace):
     """(model in eval mode on its device, tokenizer).
 

@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 from .. import __version__
-from .common import CommandError, add_config_arguments, add_model_arguments, load_model, positive, read_config
+from .common import CommandError, add_config_arguments, add_context_arguments, add_model_arguments, load_model, positive, read_config
 
 # As in evaluation.tasks, which costs an import of torch.
 TASKS = ("passkey", "needles", "copy", "kl", "multi_value", "variable_tracking", "common_words")
@@ -33,16 +33,13 @@ def add_parser(verbs) -> None:
                              "oracle@0.9, psa/window ... (default: psa, as the settings below say)")
     parser.add_argument("--real", action="store_true",
                         help="decode with the cache's own sparse step instead of computing what it would read (slower)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first context; the others count up")
-    parser.add_argument("--text", metavar="PATH", help="text file or directory (default: Python's documentation)")
-    parser.add_argument("--prefill-chunk", type=positive, metavar="TOKENS", help="tokens a prefill forward")
+    add_context_arguments(parser, seed=0)
     parser.add_argument("--out", metavar="FILE", help="JSON lines, one a finished cell; a run that was stopped goes on there")
     parser.add_argument("--json", metavar="FILE", help="write the table's rows there")
     parser.add_argument("--plot", metavar="FILE", help="draw fidelity against what was read (needs matplotlib)")
     parser.add_argument("--map", metavar="FILE", help="draw right needles by depth and length, of the first policy")
     parser.add_argument("--blocks", metavar="FILE", help="draw how many blocks hold 95 %% of the mass, layer by layer")
     parser.add_argument("--layers", action="store_true", help="print what each layer read and gathered, for every policy")
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     parser.set_defaults(run=run)
 
 

@@ -5,7 +5,7 @@ import argparse
 import pathlib
 import sys
 
-from .common import CommandError, add_config_arguments, add_model_arguments, load_model, positive, read_config
+from .common import CommandError, add_config_arguments, add_context_arguments, add_model_arguments, load_model, positive, read_config
 from .evaluate import Line, lengths, read_text
 
 
@@ -15,12 +15,9 @@ def add_parser(verbs) -> None:
     parser.add_argument("--length", type=lengths, default=[4096], metavar="TOKENS",
                         help="of each context; several are separated by commas, and the worst counts")
     parser.add_argument("--samples", type=positive, default=6, metavar="N", help="contexts a task (8 needles each)")
-    parser.add_argument("--seed", type=int, default=1000, help="of the first context; the others count up")
-    parser.add_argument("--text", metavar="PATH", help="text file or directory (default: Python's documentation)")
-    parser.add_argument("--prefill-chunk", type=positive, metavar="TOKENS", help="tokens a prefill forward")
+    add_context_arguments(parser, seed=1000)
     parser.add_argument("--out", metavar="DIR", help="where psa_config.json goes (default: the model's directory)")
     parser.add_argument("--cells", metavar="FILE", help="JSON lines of what was measured; a run that was stopped goes on there")
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     add_config_arguments(parser)
     parser.set_defaults(run=run)
 

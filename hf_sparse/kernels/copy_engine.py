@@ -13,7 +13,7 @@ import triton.language as tl
 
 from . import descriptor as d
 from .loader import BLOCK_BITS, Loader
-from .residency import ARRIVED, MISSED, POLICIES, TICK, _assign, _take
+from .residency import MISSED, POLICIES, TICK, _assign, _take, end_step
 from .tiering import Tier
 
 PROGRAMS = 32
@@ -35,13 +35,7 @@ def order_kernel(desc, ORDERS, LAYERS: tl.constexpr, POLICY: tl.constexpr, BITS:
         slot = _take(desc, state, tick)
         _assign(desc, state, block, slot, True, POLICY)
         tl.store(ORDERS + 1 + m, (slot << BITS) | block, cache_modifier=".wt")
-    tl.debug_barrier()                                      # no thread has yet to read what the last program resets
-    if tl.atomic_add(state + ARRIVED, tl.full([], 1, tl.int64), sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(state + ARRIVED, 0)
-        tl.store(state + MISSED, 0)
-        tl.store(state + TICK, tick + 1)
-        clock = d.address(desc, d.CLOCK, tl.float64)
-        tl.store(clock, tl.load(clock) + tl.full([], 1.0, tl.float64) / LAYERS)
+    end_step(desc, state, tick, LAYERS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ class Loader:
 
     def load(self, kv: torch.Tensor, host: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy blocks [n] into slots [n] (int64 on the pool's device; slot 0: nowhere); waits for the device."""
+        # The reference's step, which is not captured: this fetcher is the one that may wait for the device.
         pairs = torch.stack([blocks, slots], 1)[slots > 0].tolist()
         if pairs:
             self._run(kv, host, pairs)

@@ -169,6 +169,18 @@ def _make_room(desc, state, block, slot, USED: tl.constexpr, POLICY: tl.constexp
 
 
 @triton.jit
+def end_step(desc, state, tick, LAYERS: tl.constexpr):
+    """Called once by every program that gives out slots: the last one to come begins the next layer step."""
+    tl.debug_barrier()                                      # no thread has yet to read what the last program resets
+    if tl.atomic_add(state + ARRIVED, tl.full([], 1, tl.int64), sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(state + ARRIVED, 0)
+        tl.store(state + MISSED, 0)
+        tl.store(state + TICK, tick + 1)
+        clock = d.address(desc, d.CLOCK, tl.float64)
+        tl.store(clock, tl.load(clock) + tl.full([], 1.0, tl.float64) / LAYERS)
+
+
+@triton.jit
 def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constexpr, LAYERS: tl.constexpr,
                  POLICY: tl.constexpr, OVERLAP: tl.constexpr):
     """Every block of the miss list into a slot, by a few programs; the last one to finish begins the next layer step.
@@ -200,13 +212,7 @@ def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constex
                 tl.store(target + low + r, words, mask=low + r < WORDS)
         tl.debug_barrier()                                  # all threads have stored their words
         tl.atomic_xchg(slot_of + block, slot, sem="release")
-    tl.debug_barrier()                                      # no thread has yet to read what the last program resets
-    if tl.atomic_add(state + ARRIVED, tl.full([], 1, tl.int64), sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(state + ARRIVED, 0)
-        tl.store(state + MISSED, 0)
-        tl.store(state + TICK, tick + 1)
-        clock = d.address(desc, d.CLOCK, tl.float64)
-        tl.store(clock, tl.load(clock) + tl.full([], 1.0, tl.float64) / LAYERS)
+    end_step(desc, state, tick, LAYERS)
 
 
 @triton.jit

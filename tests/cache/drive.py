@@ -6,12 +6,16 @@ row holds are possible this way; tests/test_parity.py does the same with real mo
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from hf_sparse import PSACache
 from hf_sparse.patches.attention import psa_attention
+from hf_sparse.sizes import parse_bytes
 
 
 def model_config(layers: int = 2, heads: int = 2, group: int = 2, key_dim: int = 16, **more) -> LlamaConfig:
@@ -128,3 +132,22 @@ def run(cache, text: Text, prompt: int, end: int, **kwargs) -> Tensor:
     """A prompt in one forward, then the rest token by token; returns what the decoded tokens gave."""
     feed(cache, text, 0, prompt, **kwargs)
     return decode(cache, text, prompt, end, **kwargs)
+
+
+def required(error: ValueError) -> int:
+    """The size that an error names."""
+    return parse_bytes(re.search(r"at least ([\d.]+\w*B)", str(error)).group(1))
+
+
+def smallest_budget(attempt: Callable[[int], object]) -> int:
+    """The smallest budget that `attempt` takes, found as a user would: by taking the number that the last refusal named."""
+    budget = 1
+    for _ in range(3):  # at construction, which only knows the config; at the prompt, which knows the batch
+        try:
+            attempt(budget)
+            return budget
+        except ValueError as error:
+            assert "gpu_memory=" in str(error) and "too small" in str(error)
+            assert required(error) > budget
+            budget = required(error)
+    raise RuntimeError("the numbers in the errors do not lead to a working budget")

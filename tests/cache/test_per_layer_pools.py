@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hf_sparse.cache import state as state_module
 from hf_sparse.cache.host import HostTier
 from hf_sparse.cache.state import CacheState
 from hf_sparse.sizes import parse_bytes
-from tests.cache.drive import Text, decode, feed, model_config
+from tests.cache.drive import Text, decode, feed, model_config, required, smallest_budget
 from tests.cache.shadow import Shadow
 from tests.cache.test_host import CHUNK, ELEMENTS, GPU, ROW_BYTES, driver, settle  # noqa: F401
 from tests.cache.test_tiers import REFUSED, check_untouched, generate, resident, used_bytes
@@ -26,23 +25,9 @@ def pools_of(cache) -> list:
     return list({id(layer.pool): layer.pool for layer in cache.sparse_layers}.values())
 
 
-def required(error) -> int:
-    return parse_bytes(re.search(r"at least ([\d.]+\w*B)", str(error)).group(1))
-
-
 @functools.cache
 def minimum(family: str, name: str) -> int:
-    """The smallest budget, by taking the number that the last refusal named."""
-    budget = 1
-    for _ in range(3):
-        try:
-            generate(family, name, gpu_memory=budget, host_memory=HOST, pool="per_layer")
-            return budget
-        except ValueError as error:
-            assert "gpu_memory=" in str(error) and "too small" in str(error)
-            assert required(error) > budget
-            budget = required(error)
-    raise RuntimeError("the numbers in the errors do not lead to a working budget")
+    return smallest_budget(lambda budget: generate(family, name, gpu_memory=budget, host_memory=HOST, pool="per_layer"))
 
 
 @pytest.mark.parametrize("eviction", ["lru", "fifo", "decayed"])

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hf_sparse import PSACache, PSAConfig, patched
-from hf_sparse.sizes import parse_bytes
-from tests.cache.drive import Text, decode, feed
+from tests.cache.drive import Text, decode, feed, required, smallest_budget
 from tests.cache.shadow import Shadow
 from tests.models import get_model
 from tests.scenarios import make_prompt, pad_left
@@ -66,24 +65,9 @@ def resident(family: str, name: str):
     return generate(family, name)[:2]
 
 
-def required(error: ValueError) -> int:
-    """The size that an error names."""
-    return parse_bytes(re.search(r"at least ([\d.]+\w*B)", str(error)).group(1))
-
-
 @functools.cache
 def minimum(family: str, name: str) -> int:
-    """The smallest budget, found as a user would: by taking the number that the last refusal named."""
-    budget = 1
-    for _ in range(3):  # at construction, which only knows the config; at the prompt, which knows the batch
-        try:
-            generate(family, name, gpu_memory=budget, host_memory="8MiB")
-            return budget
-        except ValueError as error:
-            assert "gpu_memory=" in str(error) and "too small" in str(error)
-            assert required(error) > budget
-            budget = required(error)
-    raise RuntimeError("the numbers in the errors do not lead to a working budget")
+    return smallest_budget(lambda budget: generate(family, name, gpu_memory=budget, host_memory="8MiB"))
 
 
 def used_bytes(cache) -> int:

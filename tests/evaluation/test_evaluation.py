@@ -32,16 +32,6 @@ LENGTH = 1200
 SPARSE = dict(threshold=0.6, min_context=0, block_size=4)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return text_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def haystack(tokenizer):
-    return Haystack(default_paragraphs(), tokenizer)
-
-
 def words(tokenizer, ids) -> str:
     return tokenizer.decode(list(ids))
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hf_sparse import PSAConfig
-from hf_sparse.evaluation import DenseDecodeError, Haystack, default_paragraphs, grid, prefill
+from hf_sparse.evaluation import DenseDecodeError, grid, prefill
 from hf_sparse.evaluation.cells import AnswerScore, Cell, CellFile, model_id, sample_id
 from hf_sparse.evaluation.generated import FreeQuestion
 from hf_sparse.evaluation.grid import run_grid
@@ -20,16 +20,6 @@ from tests.text_model import CONTEXT, text_model, text_tokenizer
 
 BASE = PSAConfig(threshold=0.6, min_context=0, block_size=8)
 POLICIES = parse_policies("psa,topk@0.3,oracle@0.6", BASE)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return text_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def haystack(tokenizer):
-    return Haystack(default_paragraphs(), tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,6 @@ BUILDERS = {"multi_value": multi_value.build, "variable_tracking": variable_trac
             "common_words": common_words.build, "needles": needles.build}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return text_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def haystack(tokenizer):
-    return Haystack(default_paragraphs(), tokenizer)
-
-
 def words(tokenizer, ids) -> str:
     return tokenizer.decode(list(ids))
 
