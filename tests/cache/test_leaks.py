@@ -50,6 +50,18 @@ def test_a_prompt_is_held_once(tiers):
     one = make(tiers)
     one.feed(50, batch=2)
     assert all(layer.length == 50 and layer.pending is None for layer in one.cache.layers)
+    turn = one.cache.fork(sparse_queries=True)              # its tokens are stored one by one
+    feed(turn, Text(rows=2, length=9, layers=LAYERS, key_dim=8), 0, 9)
+    assert all(layer.length == 59 and layer.pending is None for layer in turn.layers)
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_prompt_is_held_once_by_code_that_wants_dense_keys(tiers):
+    cache = make(tiers).cache
+    keys, _ = cache.update(torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), 0)
+    with pytest.warns(UserWarning, match="hands out dense keys"):
+        assert keys.dense().shape == (1, 2, 30, 8)
+    assert cache.layers[0].pending is None
 
 
 @pytest.mark.parametrize("tiers", TIERS)
