@@ -21,10 +21,11 @@ from transformers.utils import logging
 
 from benchmarks.common import results, run_id, versions, write
 from hf_sparse import PSAConfig
+from hf_sparse.commands.evaluate import read_heads
 from hf_sparse.evaluation import Haystack, load_paragraphs
 from hf_sparse.evaluation.cells import CellFile, model_id
 from hf_sparse.evaluation.grid import Progress, run_grid
-from hf_sparse.evaluation.policies import Policy, parse_policies
+from hf_sparse.evaluation.policies import Policy, parse_policies, with_heads
 from hf_sparse.evaluation.summary import rows, rows_table
 from hf_sparse.evaluation.tasks import TASKS
 from hf_sparse.evaluation.work import check_lengths, check_tasks, task_work
@@ -35,6 +36,14 @@ POLICIES = ("psa@0.7,psa@0.8,psa,psa@0.9,psa@0.95,psa@0.7/group_stop=min,psa@0.7
             "arkvale@0.15,arkvale@0.3,arkvale@0.45,arkvale@0.6,quest@0.3,quest@0.6,lserve@4096,topp@0.9,"
             "psa/cuboid_mean/nleft@0.95,psa/cuboid_mean/window@0.95,psa/cuboid_mean/paper@0.95,psa/cuboid_mean/true@0.9,"
             "psa/key_bits@0.85,oracle@0.85,oracle@0.95,psa/reuse=2,psa/reuse=4")
+# LServe's parts on this library's selection, one by one and together, and LServe's own. Streaming heads need --heads.
+LSERVE_POLICIES = ("psa,dense/kv_bits=8,dense/kv_bits=4,psa/kv_bits=8,psa/kv_bits=4,dense/streaming=0.25,dense/streaming=0.5,"
+                   "psa/streaming=0.25,psa/streaming=0.5,psa/streaming=0.25/kv_bits=8,psa/streaming=0.25/kv_bits=4,"
+                   "psa/streaming=0.5/kv_bits=8,psa/streaming=0.5/kv_bits=4,psa/reuse=4,psa/reuse=2,psa/reuse=4/reuse_refresh=1,"
+                   "psa/streaming=0.25/kv_bits=8/reuse=4,psa/streaming=0.5/kv_bits=4/reuse=4,"
+                   "lserve@4096,lserve@4096/kv_bits=8,lserve@4096/kv_bits=4,lserve@4096/streaming=0.5,"
+                   "lserve@4096/streaming=0.5/kv_bits=4,lserve@4096/reuse=4,lserve@4096/streaming=0.5/kv_bits=4/reuse=4")
+LISTS = {"default": POLICIES, "lserve": LSERVE_POLICIES}
 
 
 def paragraphs(path: str | None) -> list[str]:
@@ -77,7 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--name", help="what the rows call the model (default: the directory's name)")
     parser.add_argument("--tasks", default="needles,copy,kl,passkey", help=f"of {', '.join(TASKS)}")
     parser.add_argument("--lengths", default="4096", help="context tokens, comma-separated")
-    parser.add_argument("--policies", default=POLICIES, help="see hf_sparse/evaluation/policies.py")
+    parser.add_argument("--policies", default="default",
+                        help=f"see hf_sparse/evaluation/policies.py; or one of the lists {', '.join(LISTS)}")
+    parser.add_argument("--heads", help="profile by hf-sparse heads, for policies with streaming=SHARE")
     parser.add_argument("--questions", type=int, default=200, help="at least so many a task and length")
     parser.add_argument("--contexts", type=int, default=70, help="at most so many a task and length, whatever --questions says")
     parser.add_argument("--seed", type=int, default=0)
@@ -96,13 +107,18 @@ def main(argv: list[str] | None = None) -> int:
     tasks = list(dict.fromkeys(args.tasks.split(",")))
     try:
         check_tasks(tasks)
-        policies: list[Policy] = parse_policies(args.policies, PSAConfig(min_context=0))
+        policies: list[Policy] = parse_policies(LISTS.get(args.policies, args.policies), PSAConfig(min_context=0))
         lengths = [int(length) for length in args.lengths.split(",")]
     except ValueError as error:
         parser.error(str(error))
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(args.device).eval()
+    try:
+        heads = read_heads(args.heads, model)
+        with_heads(policies, heads)                         # before anything is computed
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
     work = task_work(tasks, lengths, Haystack(paragraphs(args.text), tokenizer), args.contexts, args.seed, args.questions)
     check_lengths(model, work)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     deadline = begun + args.limit_s if args.limit_s else None
     try:
         finished = run_grid(model, tokenizer, work, policies, cells, args.prefill_chunk, deadline=deadline,
-                            progress=None if args.quiet else show)
+                            progress=None if args.quiet else show, heads=heads)
     except KeyboardInterrupt:
         finished = False
     if not args.quiet:

@@ -21,6 +21,9 @@ RESULT = "fidelity.json"
 NONE_YET = "Not measured yet: run `python -m benchmarks.fidelity`, then `python -m benchmarks.fidelity_report`."
 DEFAULT = "psa"                                             # the policy of the library's defaults
 LEAST_RELATIVE = 0.98
+# What of LServe is judged by the needles it keeps, with every block read.
+PARTS = (("dense/kv_bits=8", "8-bit keys and values", 0.99), ("dense/kv_bits=4", "4-bit keys and values", 0.97),
+         ("dense/streaming=0.25", "a quarter of the KV heads streaming", 0.98), ("dense/streaming=0.5", "half of them streaming", 0.98))
 LONG = 30000                                                # tokens: contexts beyond it stand for the longest ones
 
 
@@ -30,8 +33,8 @@ def latest(rows: Iterable[dict]) -> list[dict]:
 
 
 def is_psa(row: dict) -> bool:
-    """A threshold on the default digest's own estimates, with nothing else changed."""
-    return row["policy"].partition("@")[0] == DEFAULT and "/" not in row["policy"]
+    """A threshold on the default digest's own estimates, with nothing else changed and no bounds."""
+    return row["policy"].startswith(f"{DEFAULT}@") and "/" not in row["policy"]
 
 
 def is_bounded_psa(row: dict) -> bool:
@@ -99,15 +102,22 @@ def goals_table(result: dict) -> str:
             out.append([model, "mean KL on answers at the default, worst task and length", "<= 0.01", f"{max(default):.4f}",
                         mark(max(default) <= 0.01)])
         short = [row["threshold"] - row["mass_p1"] for row in mine
-                 if is_bounded_psa(row) and "max_blocks=" not in row["policy"] and row["mass_p1"] is not None]
+                 if is_bounded_psa(row) and row["policy"] != DEFAULT and "max_blocks=" not in row["policy"]
+                 and row["mass_p1"] is not None]
         if short:
             out.append([model, "1st percentile of the mass gathered below the threshold, worst", "<= 0.02", f"{max(short):.3f}",
                         mark(max(short) <= 0.02)])
-        reused = [_over(mine, row, DEFAULT) for row in mine if row["policy"] == f"{DEFAULT}/reuse=4"]
+        reused = [_over(mine, row, row["policy"].removesuffix("/reuse=4")) for row in mine
+                  if row["policy"].startswith(DEFAULT) and row["policy"].endswith("/reuse=4")]
         reused = [ratio for ratio in reused if ratio is not None]
         if reused:
             out.append([model, "selection kept for 4 tokens: KL over that without, worst", "<= 1.5 x", f"{max(reused):.1f} x",
                         mark(max(reused) <= 1.5)])
+        for policy, what, goal in PARTS:
+            kept = [row for row in mine if row["policy"] == policy and row["task"] == "needles" and row["able"]]
+            for row in kept:
+                out.append([model, f"needles with {what}, {row['length']}", f">= {goal:.0%} of dense", percent(row["relative"]),
+                            mark(row["relative"] >= goal)])
     for length in sorted({row["length"] for row in rows}):
         found = mixed(rows, length)
         if found is not None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.offload [--rows copy,psa-resident,psa-offload,copy-engine,hits,offloaded]
                                  [--contexts 131072] [--batches 1] [--pool 0.1,0.2 | --gpu-memory 8GiB]
-                                 [--eviction decayed,lru,fifo] [--pools unified,per_layer]
+                                 [--eviction decayed,lru,fifo] [--pools unified,per_layer] [--prefetch]
 
 A Llama-3.1-8B shape with random weights in bf16 and a budget of 4096 tokens, through generate(). Keys, values and
 queries are synthetic (benchmarks/synthetic.py): there is no prompt to wait for, and a token shares as many blocks with the
@@ -10,7 +10,8 @@ one before as on real models. Rows:
 
     copy            bandwidths from pinned host memory: the copy engine, and the fetch kernel alone
     psa-resident    the patched model, all blocks in GPU memory
-    psa-offload     the same with a pool of each size and each eviction policy, and the rest in host memory
+    psa-offload     the same with a pool of each size and each eviction policy, and the rest in host memory; with --prefetch
+                    each of them without and with prefetch=True
     copy-engine     the same, fetched as the paper does, by a thread and the copy engine (fetcher="copy_engine")
     hits            one pool for all layers against one for each: simulated, fed with what a decode reads, and measured
     offloaded       transformers' DynamicCache(offloading=True), a few tokens
@@ -35,6 +36,7 @@ from transformers import DynamicCache
 from hf_sparse import PSACache, PSAConfig, patch_model, unpatch_model
 from hf_sparse.cache.digest_store import DigestStore
 from hf_sparse.config import POOLS
+from hf_sparse.kernels.residency import PREFETCHED
 from hf_sparse.sizes import parse_bytes
 
 from . import residency_simulation as simulation
@@ -42,7 +44,7 @@ from .bandwidth import bandwidths
 from .common import quantiles, results, run_id, write
 from .decode import attention_us, build, generate
 from .offload_check import check, failures
-from .synthetic import Queries, Shape, calibrate, fill, pieces, shape_of, synthetic_queries
+from .synthetic import PREDICTED, Queries, Shape, calibrate, fill, pieces, shape_of, synthetic_queries
 
 ROWS = ("copy", "psa-resident", "psa-offload", "copy-engine", "hits", "offloaded")
 BLOCKS = 128                                                # budget of a row and KV head: 4096 tokens
@@ -56,6 +58,7 @@ class Bench:
     def __init__(self, model, args):
         self.model, self.args = model, args
         self.persistence: dict[int, tuple[float, float]] = {}
+        self.nearness: dict[int, tuple[float, float]] = {}  # of predicted queries
         self.base = 0                                       # bytes in use before the cache: weights and queries
 
     def rows(self, name: str, batch: int, context: int) -> Iterator[dict]:
@@ -82,14 +85,17 @@ class Bench:
 
     def psa_offload(self, place: dict, shape: Shape, fetcher: str = "kernel", pool: str = "unified") -> Iterator[dict]:
         context = place["context"]
-        queries, overlap = self.queries(shape, context)
-        for eviction in self.args.eviction:
+        both = self.args.prefetch and place["name"] == "psa-offload"
+        queries, overlap = self.queries(shape, context, predict=both)
+        for eviction, prefetch in itertools.product(self.args.eviction, (False, True) if both else (False,)):
             cache = ids = None
             for budget in self.budgets(shape, context):
                 row = {**place, "eviction": eviction, "overlap": overlap}
+                if both:
+                    row |= {"prefetch": prefetch, "predicted": round(self.nearness[context][1], 4) if prefetch else None}
                 try:
                     if cache is None:
-                        config = self.tiered(shape, context, budget, eviction, fetcher, pool)
+                        config = self.tiered(shape, context, budget, eviction, fetcher, pool, prefetch)
                         cache, filled = self.filled(config, queries, context)
                         ids = self.ids(shape, context)
                     else:                                   # the next size of the same pool: no second fill, one capture
@@ -155,12 +161,18 @@ class Bench:
         yield row
 
     # -- parts --------------------------------------------------------------------------------------------------
-    def queries(self, shape: Shape, context: int) -> tuple[Queries, float]:
-        """Queries for all tokens of a row, and the share of blocks that consecutive ones have in common."""
+    def queries(self, shape: Shape, context: int, predict: bool = False) -> tuple[Queries, float]:
+        """Queries for all tokens of a row, and the share of blocks that consecutive ones have in common.
+
+        predict: with predictions of them.
+        """
         if context not in self.persistence:
             self.persistence[context] = calibrate(shape, context, BLOCKS)
         persistence, overlap = self.persistence[context]
-        return Queries(shape, self.args.warmup + self.args.tokens + 8, persistence), round(overlap, 4)
+        if predict and context not in self.nearness:
+            self.nearness[context] = calibrate(shape, context, BLOCKS, target=PREDICTED)
+        nearness = self.nearness[context][0] if predict else None
+        return Queries(shape, self.args.warmup + self.args.tokens + 8, persistence, nearness), round(overlap, 4)
 
     def room(self) -> int:
         """Tokens that a cache is decoded by, all sizes of its pool together, and some."""
@@ -177,10 +189,10 @@ class Bench:
         return [int(fraction * shape.kv_bytes(context)) + side for fraction in self.args.pool]
 
     def tiered(self, shape: Shape, context: int, budget: int, eviction: str, fetcher: str = "kernel",
-               pool: str = "unified") -> PSAConfig:
+               pool: str = "unified", prefetch: bool = False) -> PSAConfig:
         host = int(1.05 * shape.kv_bytes(context + self.room())) + 2**28
         return PSAConfig(max_blocks=BLOCKS, gpu_memory=budget, host_memory=host, eviction=eviction, fetcher=fetcher,
-                         pool=pool, compile=fetcher == "kernel")
+                         pool=pool, compile=fetcher == "kernel", prefetch=prefetch)
 
     def ids(self, shape: Shape, context: int) -> torch.Tensor:
         """A prompt of `context` tokens, which the cache has, and the one to go on with."""
@@ -210,7 +222,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
         with synthetic_queries(queries):
             ids, _ = generate(self.model, ids, cache, args.warmup)
-            before = cache.stats()
+            before, ahead = cache.stats(), prefetched(self.model)
             first = torch.cuda.max_memory_allocated() if on_gpu else 0
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
@@ -226,6 +238,7 @@ class Bench:
                "base_memory_gb": round(self.base / GB, 2), "pool_fraction": 1.0, "hit_rate": None, "host_gb": 0.0}
         if layer.pool.tiered:
             hits, misses = (after[name] - before[name] for name in ("hits", "misses"))
+            ahead = prefetched(self.model) - ahead
             seconds = args.tokens * sum(times[1:]) / len(times[1:]) / 1e3
             pools = pools_of(cache)
             slots, budget = (sum(getattr(pool, name) for pool in pools) for name in ("slots", "budget"))
@@ -233,7 +246,8 @@ class Bench:
                     "gpu_memory_gb": round(budget / GB, 3),
                     "hit_rate": round(hits / (hits + misses), 4) if hits + misses else None,
                     "misses_per_token": round(misses / args.tokens, 1),
-                    "fetch_gb_s": round(misses * layer.pool.block_bytes / seconds / GB, 2),
+                    **({"prefetched_per_token": round(ahead / args.tokens, 1)} if cache.config.prefetch else {}),
+                    "fetch_gb_s": round((misses + ahead) * layer.pool.block_bytes / seconds / GB, 2),
                     "peak_over_budget_gb": round((peak - self.base - budget) / GB, 3),
                     "first_peak_over_budget_gb": round((first - self.base - budget) / GB, 3),
                     "host_gb": round(after["bytes"]["host"] / GB, 2)}
@@ -243,6 +257,12 @@ class Bench:
 def pools_of(cache: PSACache) -> list:
     """The pools of a cache: one, or one for each layer."""
     return list({id(layer.pool): layer.pool for layer in cache.sparse_layers}.values())
+
+
+def prefetched(model) -> int:
+    """Blocks that captured steps of a patched model have fetched ahead so far. Synchronises."""
+    steps = [step for step in model._hf_sparse.steps.values() if step is not None]
+    return sum(int(work.state[PREFETCHED.value]) for step in steps for work in step.static.tier_work.values())
 
 
 def planned_ids(step, layer) -> list[int]:
@@ -292,6 +312,7 @@ def options(argv=None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory", help="size of the pool instead, such as 8GiB, digests and tables included")
     parser.add_argument("--eviction", type=listed(str), default=["decayed"])
     parser.add_argument("--pools", type=listed(str), default=list(POOLS), help="of the rows \"hits\"")
+    parser.add_argument("--prefetch", action="store_true", help="the rows \"psa-offload\" without and with prefetch=True")
     parser.add_argument("--tokens", type=int, default=64, help="tokens that are measured")
     parser.add_argument("--warmup", type=int, default=32, help="tokens before them")
     parser.add_argument("--layers", type=int, help="a model of fewer layers")

@@ -20,12 +20,13 @@ SHARE = 0.3                                                 # of the KV, for the
 
 
 class Case:
-    """One way of decoding, greedy or with beams, run with pools of any size. fetcher, pool: of those with a host tier."""
+    """One way of decoding, greedy or with beams, run with pools of any size. fetcher, pool, prefetch: of those with a host
+    tier."""
 
     def __init__(self, model, ids, mask, tokens: int, threshold: float, compiled: bool, beams: int = 1,
-                 fetcher: str = "kernel", pool: str = "unified"):
+                 fetcher: str = "kernel", pool: str = "unified", prefetch: bool = False):
         self.model, self.ids, self.mask, self.tokens, self.beams = model, ids, mask, tokens, beams
-        self.fetcher, self.pool = fetcher, pool
+        self.fetcher, self.pool, self.prefetch = fetcher, pool, prefetch
         self.config = PSAConfig(threshold=threshold, min_context=0, compile=compiled)
 
     @property
@@ -49,7 +50,7 @@ class Case:
 
     def tiered(self, budget: int, eviction: str) -> tuple:
         return self.run(gpu_memory=budget, host_memory=max(2**26, 3 * self.kv_bytes), eviction=eviction, fetcher=self.fetcher,
-                        pool=self.pool)
+                        pool=self.pool, prefetch=self.prefetch)
 
 
 def smallest(attempt: Callable[[int], object]) -> int:
@@ -97,6 +98,7 @@ def check(device="cuda", length: int = 3001, tokens: int = 40) -> dict:
                        False)
                 _sizes(found, f"per-layer-{threshold}", Case(*common, compiled=True, pool="per_layer"), EVICTIONS, False,
                        on_gpu)
+                _sizes(found, f"prefetch-{threshold}", Case(*common, compiled=True, prefetch=True), EVICTIONS, True, on_gpu)
                 # transformers never compiles a beam search.
                 _sizes(found, f"beams-{threshold}", Case(*common, compiled=False, beams=3), EVICTIONS[-1:], False, False)
             finally:

@@ -5,6 +5,10 @@ before, which is all that a pool of blocks lives on. So keys are random with a b
 each layer, row and head are a walk, q[t] = a q[t - 1] + sqrt(1 - a^2) noise, with `a` chosen by `calibrate` such that
 consecutive tokens share as many blocks as they were measured to on real models. The step takes the query from a
 table on the device where it would take the model's; everything else is the model's own.
+
+With prefetch=True the step predicts the next layer's query; that too is computed as always, and then replaced: by the next
+layer's query with noise, a q + sqrt(1 - a^2) noise, `a` chosen by `calibrate` such that the heaviest blocks of the two have
+as much in common (PREDICTED) as was measured on a real model for a prediction from the layer before.
 """
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_sparse.cache.handle import Pending
-from hf_sparse.cache.static import StaticStep
+from hf_sparse.cache.static import StaticStep, blocks_of
 
 PIECE = 65536                                               # tokens of a row and layer that are made at once
 OBSERVED = 256                                              # queries of the walk that stand for the end of the prompt
 TARGET = 0.75                                               # of a token's blocks that the token before it read
+PREDICTED = 0.87                                            # of a token's blocks that the predicted query ranks highest
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,12 @@ def walk(tokens: int, sizes: tuple, persistence: float, seed: int, device) -> It
 
 
 class Queries:
-    """Queries of all layers for `tokens` tokens, taken by a counter on the device, as a captured step has to."""
+    """Queries of all layers for `tokens` tokens, taken by a counter on the device, as a captured step has to.
 
-    def __init__(self, shape: Shape, tokens: int, persistence: float):
+    nearness: of predictions to the queries that they predict; None: there are no predictions.
+    """
+
+    def __init__(self, shape: Shape, tokens: int, persistence: float, nearness: float | None = None):
         self.shape = shape
         sizes = shape.layers, shape.batch, shape.query_heads, 1, shape.dim
         self.table = torch.zeros(OBSERVED + tokens, *sizes, dtype=shape.dtype, device=shape.device)
@@ -76,6 +83,11 @@ class Queries:
             row.copy_(query)
         self.position = torch.zeros(1, dtype=torch.int64, device=shape.device)
         self.current = self.table[:1].clone()
+        self.predictions = None
+        if nearness is not None:
+            self.predictions, self.predicted = self.table.clone(), self.current.clone()
+            for row, noise in zip(self.predictions, walk(len(self.table), sizes, 0.0, 31, shape.device)):
+                row.copy_(nearness * row.float() + math.sqrt(1.0 - nearness**2) * noise)
         self.start()
 
     def start(self) -> None:
@@ -95,42 +107,55 @@ class Queries:
         if order == 0:
             self.position.add_(1).remainder_(len(self.table))
             torch.index_select(self.table, 0, self.position, out=self.current)
+            if self.predictions is not None:
+                torch.index_select(self.predictions, 0, self.position, out=self.predicted)
         return self.current[0, order]
+
+    def prediction(self, order: int) -> torch.Tensor:
+        """[B, Hq, 1, D]: what the layer before `order` takes its query of this token for."""
+        return self.predicted[0, order]
 
 
 @contextlib.contextmanager
 def synthetic_queries(queries: Queries, watch: Callable | None = None):
-    """The kernels' step with these queries; `watch(step, layer)` is called after each layer (not if captured)."""
-    run = StaticStep.run
+    """The kernels' step with these queries, and predictions if there are any; `watch(step, layer)` is called after each layer
+    (not if captured)."""
+    run, look_ahead = StaticStep.run, StaticStep.look_ahead
 
     def run_with_queries(self, layer, query, *rest, **kwargs):
-        output = run(self, layer, queries.query(layer.order), *rest, **kwargs)
+        output = run(self, layer, queries.query(layer.index), *rest, **kwargs)
         if watch is not None:
             watch(self, layer)
         return output
 
-    StaticStep.run = run_with_queries
+    def look_ahead_with_predictions(self, layer, query, *rest, **kwargs):
+        look_ahead(self, layer, queries.prediction(layer.index), *rest, **kwargs)
+
+    StaticStep.run, StaticStep.look_ahead = run_with_queries, look_ahead_with_predictions
     try:
         yield
     finally:
-        StaticStep.run = run
+        StaticStep.run, StaticStep.look_ahead = run, look_ahead
 
 
 @torch.no_grad()
 def fill(cache, queries: Queries, context: int, room: int) -> None:
     """`context` tokens into an empty cache, with their digests, and ids for `room` more."""
     shape = queries.shape
-    for order, layer in enumerate(cache.sparse_layers):
-        past = 0
-        for keys, values in pieces(shape, order, context):
-            if past == 0:
-                layer.lazy_initialization(keys, values)
-                layer.group = shape.query_heads // shape.heads
-                layer.reserve(context + room)               # at once: the pool would be copied at every piece
-            layer.commit(Pending(keys, values, past), None)
-            past += keys.shape[2]
-        layer.digests.observe(queries.observed(order), shape.heads, None)
-        layer.begin_step()                                  # the digests, which belong to the prompt
+    group = shape.query_heads // shape.heads
+    for order, layer in enumerate(cache.step_layers):
+        blocks = blocks_of(layer)
+        for number, (keys, values) in enumerate(pieces(shape, order, context)):
+            layer.update(keys, values)                      # which stores the piece before
+            if number == 0 and blocks is not None:
+                blocks.group = group
+                blocks.reserve(context + room)              # at once: the pool would be copied at every piece
+        if blocks is not None:
+            observed = queries.observed(order)
+            if blocks is not layer:
+                observed = observed.unflatten(1, (shape.heads, group)).index_select(1, layer.others).flatten(1, 2)
+            blocks.digests.observe(observed, blocks.heads, None)
+        layer.begin_step()                                  # the last piece, and the digests, which belong to the prompt
 
 
 # -- how near queries have to be -----------------------------------------------------------------------------
@@ -157,8 +182,8 @@ def shared_blocks(shares: torch.Tensor, blocks: int) -> float:
 
 @torch.no_grad()
 def calibrate(shape: Shape, context: int, blocks: int, block_size: int = 32, tokens: int = 17,
-              rounds: int = 8) -> tuple[float, float]:
-    """The walk's `persistence` for which tokens share TARGET of their blocks in the first layer, and what they share."""
+              rounds: int = 8, target: float = TARGET) -> tuple[float, float]:
+    """The walk's `persistence` for which tokens share `target` of their blocks in the first layer, and what they share."""
     context = context // block_size * block_size
     one = Shape(1, 1, shape.query_heads, shape.heads, shape.dim, shape.dtype, shape.device)
     keys = [part[0] for part, _ in pieces(one, 0, context)]
@@ -171,6 +196,6 @@ def calibrate(shape: Shape, context: int, blocks: int, block_size: int = 32, tok
     low, high = 1e-6, 0.5                                   # a step of the walk: the shorter, the more is shared
     for _ in range(rounds):
         step = math.sqrt(low * high)
-        low, high = (step, high) if measured(step) > TARGET else (low, step)
+        low, high = (step, high) if measured(step) > target else (low, step)
     step = math.sqrt(low * high)
     return 1.0 - step, measured(step)

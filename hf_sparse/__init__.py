@@ -12,12 +12,16 @@ _EXPORTS = {
     "patch_model": "patches.model",
     "unpatch_model": "patches.model",
     "patched": "patches.model",
+    "HeadProfile": "heads.profile",
+    "calibrate_heads": "heads.calibrate",
 }
-__all__ = ["PSACache", "PSAConfig", "__version__", "patch_model", "patched", "unpatch_model"]
+__all__ = ["HeadProfile", "PSACache", "PSAConfig", "__version__", "calibrate_heads", "patch_model", "patched", "unpatch_model"]
 
 if TYPE_CHECKING:
     from .cache.psa_cache import PSACache
     from .config import PSAConfig
+    from .heads.calibrate import calibrate_heads
+    from .heads.profile import HeadProfile
     from .patches.model import patch_model, patched, unpatch_model
 
 

@@ -14,7 +14,7 @@ CONFIG_NAME = "psa_config.json"
 CONFIG_VERSION = 1
 
 POLICIES = ("threshold", "top_k", "top_p")
-DIGESTS = ("channel_codes", "key_bits", "cuboid_mean", "min_max", "centroid")
+DIGESTS = ("channel_codes", "key_bits", "cuboid_mean", "min_max", "pages", "centroid")
 STOP_RULES = ("estimate", "window", "nleft", "paper")
 GROUP_STOPS = ("mean", "min")
 GROUP_REDUCTIONS = ("softmax_mean", "max", "mean")
@@ -22,15 +22,20 @@ EVICTIONS = ("decayed", "lru", "fifo")
 FETCHERS = ("kernel", "copy_engine")
 POOLS = ("unified", "per_layer")
 
+# Least and most blocks, as shares, with the default threshold, policy, digest and rule (docs/fidelity.md has what they cost).
+AUTO_BOUNDS = (0.05, 0.16)
+AUTO_LEAST_CAP = 40                                         # blocks that may be read whatever their share: of short contexts
+
 # What a fork may change: how blocks are chosen, never how they are stored.
 FORK_FIELDS = ("threshold", "policy", "stop_rule", "stop_window", "top_k", "top_p", "min_blocks", "max_blocks",
                "group_stop", "group_reduction", "min_context", "round_blocks", "round_growth", "verify",
-               "sparse_queries", "dense_layers", "record_steps")
+               "sparse_queries", "dense_layers", "record_steps", "reuse", "reuse_refresh")
 
 PRESETS: dict[str, dict] = {
     "exact": {"threshold": 1.0},
     "psa": {},
     "paper": {"digest": "cuboid_mean", "stop_rule": "nleft", "threshold": 0.95, "eviction": "lru"},
+    "lserve": {"policy": "top_k", "top_k": 64, "digest": "pages", "block_size": 64, "reuse": 4},
 }
 
 
@@ -45,6 +50,7 @@ class PSAConfig:
             ArkVale do) or "top_p" (mass from the digest's estimates alone, as Twilight does).
         digest: what is kept on the GPU for every block to estimate its criticality.
         key_bits: bits a key channel in the "key_bits" digest: 1, 2, 3 or 4.
+        logical_size: tokens of a logical page in the "pages" digest (LServe, arXiv 2502.14866); divides `block_size`.
         stop_rule: how the mass of the unread blocks is judged: "estimate" (the digest's own estimates; needs a
             token-level digest: channel_codes or key_bits), "window" (unread blocks weigh what the last
             `stop_window` read ones did), "nleft" (what the lightest read one did) or "paper" (the formula as
@@ -53,11 +59,19 @@ class PSAConfig:
         group_stop: a KV head stops when the "mean" coverage of its query heads passes, or each one's ("min").
         group_reduction: how query heads that share a KV head rank blocks together.
         block_size: tokens a block.
+        kv_bits: bits of keys and values in closed blocks, in both tiers: 16 (the model's dtype, as it is), 8 or 4. The
+            always-read blocks stay exact.
         sink_blocks, recent_blocks: blocks at the start, and before the newest one, that are always read.
         min_blocks, max_blocks: bounds of the budget a row and KV head, in blocks (int) or as a share of all blocks (float
-            in (0, 1)), always-read blocks included. Where they contradict each other, `max_blocks` holds.
+            in (0, 1)), always-read blocks included. Where they contradict each other, `max_blocks` holds. "auto": 5 % and 16 % of
+            all blocks, the latter at least 40 blocks, by measurement (docs/fidelity.md), as long as neither is given and
+            threshold, policy, digest and stop_rule are the defaults; else no bounds.
         top_k: blocks (int) or share of all blocks (float in (0, 1]) for policy "top_k", always-read ones included.
         top_p: estimated mass for policy "top_p", in (0, 1].
+        reuse: decoded tokens that share one selection of blocks (LServe). The always-read blocks are read anew at each; a row
+            and KV head also selects anew when a block has left them, and after anything but decoding.
+        reuse_refresh: a row and KV head selects anew sooner, once the estimated coverage of what it keeps has fallen by so
+            much below what it was at the selection, in [0, 1].
         min_context: rows shorter than this many tokens are attended densely.
         round_blocks, round_growth: blocks in the first round, and the factor between the numbers of blocks read at
             two checks of the stop rule. (GPU kernels read all that is planned at once, and check after it.)
@@ -71,6 +85,13 @@ class PSAConfig:
         fetcher: what brings blocks that a step misses from the host tier: "kernel" (a kernel of the step) or "copy_engine" (the
             paper's pipeline: a thread and a copy for each block; it waits for the device in every layer, so nothing is
             captured; for comparison).
+        prefetch: fetch blocks that the next layer's attention will probably read while this one's MLP runs, by its query as
+            predicted from this layer's input. Results are the same. For the captured step of a GPU, with a host tier.
+        streaming_heads: pairs (layer index, KV head) of heads that see the first `streaming_sink` tokens and the last
+            `streaming_window` only, and keep no others (LServe, arXiv 2502.14866; `hf_sparse.heads` chooses them).
+        streaming_sink, streaming_window: tokens. The window holds for decoding, and for what follows in the same row: later
+            turns, drafts.
+        streaming_prefill_window: tokens that streaming heads see while a prompt is read, and in rows below `min_context`.
         verify: also read every block to report the true coverage. Slow; for checking settings.
         sparse_queries: send forwards with several query tokens on a filled cache through the sparse step, token by
             token. Off: such forwards (chunks of a prompt, a new turn, assisted verification) are exact.
@@ -79,21 +100,25 @@ class PSAConfig:
         compile: on a GPU, let generate() decode through one compiled CUDA graph.
     """
 
-    threshold: float = 0.85
+    threshold: float = 0.9
     policy: str = "threshold"
     digest: str = "channel_codes"
     key_bits: int = 2
+    logical_size: int = 16
     stop_rule: str = "estimate"
     stop_window: int = 16
     group_stop: str = "mean"
     group_reduction: str = "softmax_mean"
     block_size: int = 32
+    kv_bits: int = 16
     sink_blocks: int = 1
     recent_blocks: int = 1
-    min_blocks: int | float = 0
-    max_blocks: int | float | None = None
+    min_blocks: int | float | str = "auto"
+    max_blocks: int | float | str | None = "auto"
     top_k: int | float | None = None
     top_p: float = 0.9
+    reuse: int = 1
+    reuse_refresh: float = 0.05
     min_context: int = 2048
     round_blocks: int = 8
     round_growth: float = 1.25
@@ -102,6 +127,11 @@ class PSAConfig:
     pool: str = "unified"
     eviction: str = "decayed"
     fetcher: str = "kernel"
+    prefetch: bool = False
+    streaming_heads: tuple[tuple[int, int], ...] = ()
+    streaming_sink: int = 128
+    streaming_window: int = 256
+    streaming_prefill_window: int = 4096
     verify: bool = False
     sparse_queries: bool = False
     dense_layers: tuple[int, ...] = ()
@@ -120,24 +150,36 @@ class PSAConfig:
         self._number("threshold", 0, 1, low_open=True)
         self._number("top_p", 0, 1, low_open=True)
         self._number("round_growth", 1, 1e6)
+        self._number("reuse_refresh", 0, 1)
         for name, low in (("min_blocks", 0), ("max_blocks", 1)):
             value = getattr(self, name)
+            if value == "auto":
+                continue
             if not isinstance(value, float):
                 if value is not None or name == "min_blocks":
                     self._integer(name, low)
             elif not 0 < value < 1:
                 raise ValueError(f"{name}={value} as a share must lie in (0, 1); blocks are given as an int.")
         for name, low in (("stop_window", 1), ("sink_blocks", 0), ("recent_blocks", 0), ("min_context", 0),
-                          ("round_blocks", 1), ("record_steps", 0), ("block_size", None), ("key_bits", None)):
+                          ("round_blocks", 1), ("record_steps", 0), ("block_size", None), ("key_bits", None),
+                          ("logical_size", 1), ("reuse", 1)):
             self._integer(name, low)
         if self.round_blocks not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"round_blocks={self.round_blocks} must be a power of two up to 32.")
         if self.block_size not in (4, 8, 16, 32, 64):
             raise ValueError(f"block_size={self.block_size!r} is not supported; choose 16, 32 or 64 "
                              "(4 and 8 exist for tests).")
+        if isinstance(self.kv_bits, bool) or self.kv_bits not in (16, 8, 4):
+            raise ValueError(f"kv_bits={self.kv_bits!r} is not supported; choose 16 (as the model has them), 8 or 4.")
+        if self.kv_bits < 16 and self.block_size < 16:
+            raise ValueError(f"kv_bits={self.kv_bits} needs blocks of at least 16 tokens, got block_size={self.block_size}: every "
+                             "block carries the scales of its own channels, which small ones don't pay for.")
         if self.key_bits not in (1, 2, 3, 4):
             raise ValueError(f"key_bits={self.key_bits!r} is not supported; choose 1, 2, 3 or 4.")
-        if self.max_blocks is not None:
+        if self.digest == "pages" and self.block_size % self.logical_size:
+            raise ValueError(f"logical_size={self.logical_size} must divide block_size={self.block_size}: the digest 'pages' cuts "
+                             "blocks into logical pages of so many tokens.")
+        if self.max_blocks not in (None, "auto"):
             if type(self.max_blocks) is type(self.min_blocks) and self.max_blocks < self.min_blocks:
                 raise ValueError(f"max_blocks={self.max_blocks} is below min_blocks={self.min_blocks}.")
             forced = self.sink_blocks + self.recent_blocks + 1
@@ -165,11 +207,53 @@ class PSAConfig:
         if self.fetcher == "copy_engine" and self.host_bytes == 0:
             raise ValueError("fetcher='copy_engine' needs a host tier to fetch from, and with these settings there is none: "
                              "give gpu_memory as a number of bytes and leave host_memory at 'auto', or give host_memory.")
-        for name in ("verify", "sparse_queries", "compile"):
+        if self.prefetch is True and self.host_bytes == 0:
+            raise ValueError("prefetch=True needs a host tier to fetch from, and with these settings there is none: give "
+                             "gpu_memory as a number of bytes and leave host_memory at 'auto', or give host_memory.")
+        if self.prefetch is True and self.fetcher != "kernel":
+            raise ValueError(f"prefetch=True is for the captured step, and fetcher={self.fetcher!r} decodes uncaptured; use "
+                             "fetcher='kernel' with it.")
+        if self.prefetch is True and self.reuse > 1:
+            raise ValueError(f"prefetch=True with reuse={self.reuse}: the blocks of a kept selection are in the pool already, "
+                             "and a prediction at every token would cost more than it brings. Leave out one of them.")
+        for name in ("verify", "sparse_queries", "compile", "prefetch"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.dense_layers):
             raise ValueError(f"dense_layers={self.dense_layers!r} must be layer indices, 0 or more.")
+        self._check_streaming()
+
+    def _check_streaming(self) -> None:
+        given = self.streaming_heads
+        if not isinstance(given, (tuple, list)) or any(
+                not isinstance(pair, (tuple, list)) or len(pair) != 2
+                or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in pair) for pair in given):
+            raise ValueError(f"streaming_heads must be pairs (layer index, KV head), got {given!r}. "
+                             "HeadProfile.streaming(sparsity=0.5) gives them.")
+        pairs = tuple(sorted((layer, head) for layer, head in given))
+        if len(set(pairs)) < len(pairs):
+            twice = next(pair for pair, after in zip(pairs, pairs[1:]) if pair == after)
+            raise ValueError(f"streaming_heads names {twice} twice.")
+        object.__setattr__(self, "streaming_heads", pairs)
+        for name, low in (("streaming_sink", 0), ("streaming_window", 1), ("streaming_prefill_window", 1)):
+            self._integer(name, low)
+        if not pairs:
+            return
+        if self.streaming_window < self.block_size:
+            raise ValueError(f"streaming_window={self.streaming_window} is below a block ({self.block_size} tokens); raise it.")
+        if self.streaming_prefill_window < self.streaming_window:
+            raise ValueError(f"streaming_prefill_window={self.streaming_prefill_window} is below "
+                             f"streaming_window={self.streaming_window}: prompts need at least what decoding sees.")
+        if self.min_context > self.streaming_sink + self.streaming_prefill_window:
+            raise ValueError(f"min_context={self.min_context} tokens are attended densely, and streaming heads keep only "
+                             f"{self.streaming_sink + self.streaming_prefill_window} of them (streaming_sink + "
+                             "streaming_prefill_window). Lower min_context or raise streaming_prefill_window.")
+        if self.sparse_queries:
+            raise ValueError("sparse_queries and streaming_heads don't go together: tokens of one forward see a window of their own. "
+                             "Leave one of them out.")
+        both = [layer for layer, _ in pairs if layer in self.dense_layers]
+        if both:
+            raise ValueError(f"layer {both[0]} is in dense_layers and has streaming_heads; leave one of them out.")
 
     def _number(self, name: str, low: float, high: float, low_open: bool = False) -> None:
         value = getattr(self, name)
@@ -185,7 +269,25 @@ class PSAConfig:
         if low is not None and value < low:
             raise ValueError(f"{name}={value} must be at least {low}.")
 
-    # -- derived ------------------------------------------------------------------------------------------------
+    # -- derived --------------------------------------------------------------------------------------------------------
+    @property
+    def bounds(self) -> tuple[int | float, int | float | None]:
+        """`min_blocks` and `max_blocks`, with "auto" resolved."""
+        least, most = AUTO_BOUNDS if self._auto_bounds else (0, None)
+        return (least if self.min_blocks == "auto" else self.min_blocks,
+                most if self.max_blocks == "auto" else self.max_blocks)
+
+    @property
+    def least_cap(self) -> int:
+        """Blocks that may be read even where a share in `bounds` is less."""
+        return AUTO_LEAST_CAP if self._auto_bounds else 0
+
+    @property
+    def _auto_bounds(self) -> bool:
+        return all(getattr(self, name) == self.__dataclass_fields__[name].default
+                   for name in ("min_blocks", "max_blocks", "threshold", "policy", "digest", "stop_rule"))
+
+    # -- bytes ------------------------------------------------------------------------------------------------------------
     @property
     def gpu_bytes(self) -> int | None:
         """Bytes of the device pool, or None when it grows with the context."""
@@ -220,7 +322,8 @@ class PSAConfig:
 
     @classmethod
     def preset(cls, name: str) -> PSAConfig:
-        """"exact" (reads everything), "psa" (the default) or "paper" (the paper's digest, rule and eviction)."""
+        """"exact" (reads everything), "psa" (the default), "paper" (the paper's digest, rule and eviction) or "lserve" (4096
+        tokens by logical pages, selected anew every four tokens)."""
         if name not in PRESETS:
             raise ValueError(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
         return cls(**PRESETS[name])
@@ -228,6 +331,7 @@ class PSAConfig:
     def to_dict(self) -> dict:
         fields = dataclasses.asdict(self)
         fields["dense_layers"] = list(self.dense_layers)
+        fields["streaming_heads"] = [list(pair) for pair in self.streaming_heads]
         return {"version": CONFIG_VERSION, **fields}
 
     @classmethod

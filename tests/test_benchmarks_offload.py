@@ -111,12 +111,45 @@ def test_queries_are_a_walk_of_unit_variance():
     assert float(steps) == pytest.approx(0.9, abs=0.01) and float(table.std()) == pytest.approx(1.0, abs=0.05)
 
 
+def test_predictions_find_the_blocks_that_they_should():
+    """As many of the heaviest blocks of the query that each predicts as was asked for."""
+    nearness, shared = synthetic.calibrate(SMALL, 4096, 16, target=synthetic.PREDICTED)
+    assert shared == pytest.approx(synthetic.PREDICTED, abs=0.03)
+    queries = Queries(SMALL, 40, 0.9, nearness)
+    keys = [part[0] for part, _ in synthetic.pieces(SMALL, 0, 4096)]
+    found = []
+    for token in range(40):
+        pair = torch.stack([table[OBSERVED + token, 0, 0, :, 0] for table in (queries.table, queries.predictions)])
+        found.append(synthetic.shared_blocks(synthetic.block_shares(keys, pair, 32), 16))
+    assert sum(found) / len(found) == pytest.approx(synthetic.PREDICTED, abs=0.04)
+    assert queries.predictions.std() == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_step_gets_the_predictions_of_the_layer_and_token(monkeypatch):
+    asked = []
+    monkeypatch.setattr(StaticStep, "run", lambda self, layer, query, *rest: None)
+    look_ahead = lambda self, layer, query, *rest: asked.append((layer.index, query.clone(), rest))  # noqa: E731
+    monkeypatch.setattr(StaticStep, "look_ahead", look_ahead)
+    queries, step = Queries(SMALL, 6, 0.9, 0.95), object.__new__(StaticStep)
+    layers = [SimpleNamespace(index=order) for order in range(3)]
+    with synthetic.synthetic_queries(queries):
+        for _ in range(4):
+            for layer in layers:
+                step.run(layer, None, "key", "value")
+                if layer.index < 2:
+                    step.look_ahead(layers[layer.index + 1], torch.zeros(2, 4, 1, 16), 0.25, 0.0)
+    assert [order for order, _, _ in asked] == [1, 2] * 4 and asked[0][2] == (0.25, 0.0)
+    for i, (order, query, _) in enumerate(asked):
+        assert torch.equal(query, queries.predictions[OBSERVED + i // 2, order])
+        assert not torch.equal(query, queries.table[OBSERVED + i // 2, order])
+
+
 def test_the_step_gets_the_queries_of_its_layer_and_token(monkeypatch):
     taken, seen = [], []
     run = lambda self, layer, query, *rest: taken.append((layer.order, query.clone(), rest))  # noqa: E731
     monkeypatch.setattr(StaticStep, "run", run)
     original, queries = StaticStep.run, Queries(SMALL, 6, 0.9)
-    step, layers = object.__new__(StaticStep), [SimpleNamespace(order=order) for order in range(3)]
+    step, layers = object.__new__(StaticStep), [SimpleNamespace(order=order, index=order) for order in range(3)]
     for _ in range(2):                                      # from the start again
         queries.start()
         taken.clear()
@@ -169,6 +202,7 @@ def test_a_filled_cache_holds_the_keys_that_were_calibrated_with(model, monkeypa
 def test_options():
     args = offload.options(["--pool", "0.1,0.25", "--eviction", "lru,fifo", "--batches", "1,4", "--rows", "copy,hits"])
     assert (args.pool, args.eviction, args.batches, args.rows) == ([0.1, 0.25], ["lru", "fifo"], [1, 4], ["copy", "hits"])
+    assert not args.prefetch and offload.options(["--prefetch"]).prefetch
 
 
 @pytest.mark.parametrize("wrong", [["--rows", "psa"], ["--eviction", "random"], ["--warmup", "2"],
@@ -253,7 +287,7 @@ def test_ids_of_planned_blocks():
 
 def test_the_check_finds_equal_runs_and_differences(capsys, monkeypatch):
     found = offload_check.check("cpu", length=130, tokens=3)
-    assert offload_check.failures(found) == [] and len(found) == 2 * (10 + 4 + 10 + 4 + 2)
+    assert offload_check.failures(found) == [] and len(found) == 2 * (10 + 4 + 10 + 4 + 10 + 2)
     assert found["captured-0.6-lru-smallest"]["slots"] < found["captured-0.6-lru-everything"]["slots"]
     run = offload_check.Case.run
 
@@ -263,7 +297,7 @@ def test_the_check_finds_equal_runs_and_differences(capsys, monkeypatch):
 
     monkeypatch.setattr(offload_check.Case, "run", differs)
     wrong = offload_check.failures(offload_check.check("cpu", length=130, tokens=3))
-    assert len(wrong) == 2 * 8 and all("fifo" in name for name in wrong)
+    assert len(wrong) == 2 * 11 and all("fifo" in name for name in wrong)
     assert "DIFFERENT" in capsys.readouterr().out
 
 
@@ -311,6 +345,8 @@ RESULT = {
         {**ROW, "name": "psa-resident", "pool_fraction": 1.0, "ms_per_token": {"median": 4.0, "p20": 4.0, "p80": 4.0}},
         {**ROW, "name": "psa-offload", "eviction": "lru", "pool_fraction": 0.1, "hit_rate": 0.7, "fetch_gb_s": 20.0},
         {**ROW, "name": "psa-offload", "eviction": "lru", "pool_fraction": 0.1, "run_id": "bbbb"},
+        *({**ROW, "name": "psa-offload", "eviction": "decayed", "pool_fraction": 0.1, "prefetch": prefetch, "hit_rate": rate}
+          for prefetch, rate in ((True, 0.9), (False, 0.8))),
         {"name": "psa-offload", "eviction": "fifo", "batch": 1, "context": 4096, "run_id": "aaaa", "error": "out of\nmemory"},
         {"name": "hits", "error": "no", "batch": 1, "context": 4096, "run_id": "aaaa"},
         *({"name": "hits", "how": how, "pool": pool, "eviction": "lru", "batch": 1, "context": 4096, "pool_fraction": fraction,
@@ -329,6 +365,9 @@ def test_report_of_offloading(tmp_path):
     lru = path + "| lru | 1 | 4096 | 10.0% | 6.00 (5.50-7.00) "
     assert f"{lru}| 1.50 | 166.7 | 70.0% | 20.0 | - | 75.0% | - | - | - | yes | aaaa |" in lines
     assert f"{lru}| - | 166.7 | - | - | - | 75.0% | - | - | - | yes | bbbb |" in lines
+    decayed = "| decayed | 1 | 4096 | 10.0% | 6.00 (5.50-7.00) | 1.50 | 166.7 | "
+    assert any(line.startswith(f"{path}{decayed}80.0% |") for line in lines)
+    assert any(line.startswith(f"{path.rstrip()}, prefetching {decayed}90.0% |") for line in lines)
     assert any(line.startswith(f"{path}| fifo | 1 | 4096 | - | failed: out of memory |") for line in lines)
     assert "| 8 | 40.0 (39.0-41.0) | 50.0 | 80% | aaaa |" in lines
     assert "| 32 (used) | 45.0 (44.0-46.0) | 50.0 | 90% | aaaa |" in lines
@@ -355,3 +394,28 @@ def test_report_without_results_or_rows(tmp_path):
 def test_settings_that_rows_measure():
     """The budget of 4096 tokens, and the share that the walk is calibrated to."""
     assert offload.BLOCKS * PSAConfig().block_size == 4096 and 0.7 <= synthetic.TARGET <= 0.8
+
+
+def test_rows_with_and_without_prefetch(model, monkeypatch):
+    """Each budget of each eviction twice; other rows, and those of runs without the option, know nothing of it."""
+    made = []
+
+    def filled(config, queries, context):
+        made.append((config.eviction, config.prefetch, queries.predictions is not None))
+        pool = SimpleNamespace(budget=0, pools=1)
+        layer = SimpleNamespace(pool=pool, on_device=lambda context: True)
+        return SimpleNamespace(sparse_layers=[layer], state=SimpleNamespace(fit=lambda pool: None)), {}
+
+    for words, name in ((["--prefetch"], "psa-offload"), ([], "psa-offload"), (["--prefetch"], "copy-engine")):
+        bench = offload.Bench(model, offload.options([*words, "--eviction", "lru,decayed", "--pool", "0.3,0.6"]))
+        monkeypatch.setattr(bench, "filled", filled)
+        monkeypatch.setattr(bench, "decode", lambda cache, queries, ids: ({}, ids))
+        made.clear()
+        rows = list(bench.rows(name, 1, 1024))
+        if name == "psa-offload" and words:
+            assert [(row["eviction"], row["prefetch"], row["predicted"] is not None) for row in rows] == [
+                (eviction, prefetch, prefetch) for eviction in ("lru", "decayed") for prefetch in (False, True) for _ in range(2)]
+            assert made == [(eviction, prefetch, True) for eviction in ("lru", "decayed") for prefetch in (False, True)]
+        else:
+            assert len(rows) == 4 and not any("prefetch" in row for row in rows)
+            assert made == [("lru", False, False), ("decayed", False, False)]

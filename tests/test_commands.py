@@ -260,7 +260,7 @@ def test_tune_writes_settings_that_the_other_verbs_read(directory, tmp_path, cap
     assert main([*arguments, *SPARSE[:-2]]) == 0
     printed = capsys.readouterr().out
     config = PSAConfig.from_pretrained(tmp_path / "profile")
-    assert config.replace(threshold=0.6) == PSAConfig(threshold=0.6, min_context=0, block_size=4)
+    assert config.replace(threshold=0.6) == PSAConfig(threshold=0.6, min_blocks=0, max_blocks=None, min_context=0, block_size=4)
     assert f"threshold {config.threshold:g} written" in printed
     assert [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| 0.")] == [
         "0.7", "0.75", "0.8", "0.85", "0.9", "0.95", "0.97", "0.99"]

@@ -91,6 +91,13 @@ BAD = [
     ("dense_layers", "01", TypeError, "dense_layers must be"),
     ("dense_layers", (0, -1), ValueError, "dense_layers=.* must be layer indices, 0 or more"),
     ("dense_layers", (0.5,), ValueError, "must be layer indices"),
+    ("logical_size", 0, ValueError, "logical_size=0 must be at least 1"),
+    ("logical_size", 16.0, TypeError, "logical_size must be an int"),
+    ("reuse", 0, ValueError, "reuse=0 must be at least 1"),
+    ("reuse", True, TypeError, "reuse must be an int"),
+    ("reuse_refresh", 1.5, ValueError, "reuse_refresh=1.5 is outside"),
+    ("reuse_refresh", -0.1, ValueError, "reuse_refresh=-0.1 is outside"),
+    ("reuse_refresh", None, TypeError, "reuse_refresh must be a number"),
 ]
 
 
@@ -119,8 +126,11 @@ def test_bad_value(field, value, error, message):
             "stop_rule='estimate' needs a digest that estimates mass token by token.*Use stop_rule='window'",
         ),
         (dict(digest="centroid", threshold=0.5), "digest='centroid' does not"),
+        (dict(digest="pages"), "digest='pages' does not"),
+        (dict(digest="pages", policy="top_k", top_k=9, logical_size=12), "logical_size=12 must divide block_size=32"),
     ],
-    ids=["top_k-missing", "max-below-min", "max-share-below-min", "max-below-forced", "estimate-min_max", "estimate-centroid"],
+    ids=["top_k-missing", "max-below-min", "max-share-below-min", "max-below-forced", "estimate-min_max", "estimate-centroid",
+         "estimate-pages", "pages-logical_size"],
 )
 def test_settings_that_contradict(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -176,13 +186,27 @@ def test_unknown_names_without_a_close_one_list_all():
 def test_defaults_are_the_documented_ones():
     config = PSAConfig()
     assert (config.threshold, config.digest, config.stop_rule, config.group_stop) == (
-        0.85,
+        0.9,
         "channel_codes",
         "estimate",
         "mean",
     )
+    assert (config.bounds, config.least_cap) == ((0.05, 0.16), 40)
     assert (config.block_size, config.min_context, config.eviction) == (32, 2048, "decayed")
     assert config == PSAConfig.preset("psa")
+
+
+@pytest.mark.parametrize("changed", [dict(threshold=0.8), dict(threshold=1.0), dict(policy="top_p"), dict(stop_rule="window"),
+                                     dict(digest="key_bits"), dict(policy="top_k", top_k=9)], ids=str)
+def test_automatic_bounds_hold_for_the_default_choice_of_blocks_only(changed):
+    assert (PSAConfig(**changed).bounds, PSAConfig(**changed).least_cap) == ((0, None), 0)
+    assert PSAConfig(**changed).replace(threshold=0.9).bounds == ((0.05, 0.16) if "threshold" in changed else (0, None))
+
+
+@pytest.mark.parametrize(("given", "bounds"), [(dict(max_blocks=128), (0, 128)), (dict(min_blocks=0.3), (0.3, None)),
+                                               (dict(min_blocks=0, max_blocks=None), (0, None))], ids=str)
+def test_a_bound_that_is_given_leaves_no_automatic_one(given, bounds):
+    assert (PSAConfig(**given).bounds, PSAConfig(**given).least_cap) == (bounds, 0)
 
 
 def test_immutable_and_hashable():
@@ -197,6 +221,7 @@ EVERY_FIELD = dict(
     policy="top_k",
     digest="key_bits",
     key_bits=3,
+    logical_size=4,
     stop_rule="window",
     stop_window=5,
     group_stop="min",
@@ -208,6 +233,8 @@ EVERY_FIELD = dict(
     max_blocks=90,
     top_k=0.25,
     top_p=0.8,
+    reuse=3,
+    reuse_refresh=0.2,
     min_context=17,
     round_blocks=4,
     round_growth=1.5,
@@ -216,8 +243,12 @@ EVERY_FIELD = dict(
     pool="per_layer",
     eviction="fifo",
     fetcher="copy_engine",
+    streaming_heads=((1, 2), (2, 0)),
+    streaming_sink=64,
+    streaming_window=100,
+    streaming_prefill_window=1000,
+    kv_bits=8,
     verify=True,
-    sparse_queries=True,
     dense_layers=(0, 3),
     record_steps=9,
     compile=False,
@@ -226,7 +257,8 @@ EVERY_FIELD = dict(
 
 def test_the_round_trip_cases_change_every_field():
     default = PSAConfig()
-    assert set(EVERY_FIELD) == {field.name for field in dataclasses.fields(PSAConfig)}
+    alone = {"prefetch", "sparse_queries"}                  # which others exclude
+    assert set(EVERY_FIELD) | alone == {field.name for field in dataclasses.fields(PSAConfig)}
     assert [name for name, value in EVERY_FIELD.items() if getattr(default, name) == value] == []
 
 
@@ -309,10 +341,14 @@ def test_presets_say_what_they_promise():
         0.95,
         "lru",
     )
+    lserve = PSAConfig.preset("lserve")
+    assert lserve.policy == "top_k" and lserve.top_k * lserve.block_size == 4096
+    assert (lserve.digest, lserve.block_size, lserve.logical_size, lserve.reuse) == ("pages", 64, 16, 4)
+    assert lserve.sink_blocks == 1 and lserve.recent_blocks >= 0 and lserve.reuse_refresh > 0
 
 
 def test_unknown_preset():
-    with pytest.raises(ValueError, match="no preset 'fast'; choose one of exact, psa, paper"):
+    with pytest.raises(ValueError, match="no preset 'fast'; choose one of exact, psa, paper, lserve"):
         PSAConfig.build("fast")
 
 
@@ -359,3 +395,24 @@ def test_fork_fields_exist_and_leave_storage_alone():
         "sink_blocks",
         "recent_blocks",
     }
+
+
+def test_prefetch_makes_the_round_trip():
+    config = PSAConfig(prefetch=True, gpu_memory="1GiB")
+    assert PSAConfig.from_dict(config.to_dict()) == config and config.prefetch and not PSAConfig().prefetch
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (dict(), ValueError, "prefetch=True needs a host tier to fetch from.*give gpu_memory as a number of bytes"),
+        (dict(gpu_memory="1GiB", host_memory=0), ValueError, "prefetch=True needs a host tier"),
+        (dict(gpu_memory="1GiB", fetcher="copy_engine"), ValueError, "fetcher='copy_engine' decodes uncaptured"),
+        (dict(gpu_memory="1GiB", reuse=2), ValueError, "prefetch=True with reuse=2.*Leave out one of them"),
+        (dict(gpu_memory="1GiB", prefetch=1), TypeError, "prefetch must be True or False, got 1"),
+    ],
+    ids=["no tier", "host_memory=0", "copy_engine", "reuse", "type"],
+)
+def test_prefetch_that_is_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        PSAConfig(**{"prefetch": True, **settings})

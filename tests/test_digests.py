@@ -23,6 +23,8 @@ ALL = [
     pytest.param("key_bits", {"bits": 4}, id="key_bits-4"),
     pytest.param("cuboid_mean", {}, id="cuboid_mean"),
     pytest.param("min_max", {}, id="min_max"),
+    pytest.param("pages", {"logical_size": 2}, id="pages-2"),
+    pytest.param("pages", {"logical_size": 4}, id="pages-4"),
     pytest.param("centroid", {}, id="centroid"),
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -110,7 +112,10 @@ def decode_channel_codes(tokens, mean, weight, high_fraction=0.25, drop_fraction
     return columns(decoded)
 
 
-def block_logit(name, tokens, query, dtype):
+def block_logit(name, tokens, query, dtype, logical_size=None):
+    if name == "pages":
+        pages = [tokens[i : i + logical_size] for i in range(0, len(tokens), logical_size)]
+        return max(block_logit("min_max", page, query, dtype) for page in pages)
     if name == "centroid":
         vectors = [[stored(sum(c) / len(c), dtype) for c in columns(tokens)]]
     elif name == "min_max":
@@ -152,7 +157,7 @@ def reference_scores(digest, options, keys, query, row, dtype, softcap=0.0, firs
                             dots = [sum(a * k for a, k in zip(q, token)) for token in decoded[part]]
                             score = log_sum_exp([cap(x, softcap) for x in dots])
                         else:
-                            logit = block_logit(digest.name, tokens[part], q, dtype)
+                            logit = block_logit(digest.name, tokens[part], q, dtype, **options)
                             score = cap(logit, softcap) + math.log(size)
                         out[b, h, g, n * digest.unit_blocks + j] = score
     return out
@@ -215,6 +220,35 @@ def test_min_max_is_an_upper_bound(dtype, softcap):
     slack = score.double() - true
     assert (slack >= -1e-5).all()
     assert slack.min() < 0.7 * slack.max()  # a bound that follows the data
+
+
+def test_pages_lie_between_the_true_mass_and_min_max():
+    outer = get_digest("min_max", 64, 32)
+    keys, query, _ = make(outer, units=20, groups=3)
+    upper = outer.score(query, outer.encode(keys))
+    before = upper
+    for size in (64, 16, 4, 1):  # smaller pages, tighter bounds
+        digest = get_digest("pages", 64, 32, logical_size=size)
+        score = digest.score(query, digest.encode(keys))
+        assert (score <= before + 1e-5).all()
+        assert (score.double() >= log_masses(query, keys, 64) - 1e-5).all()
+        assert torch.allclose(score, upper) == (size == 64)
+        before = score
+
+
+def test_pages_leave_skipped_tokens_out():
+    """Tokens that are skipped change nothing of the others' pages, whatever they hold."""
+    digest = get_digest("pages", 8, 4, logical_size=2)
+    keys, query, _ = make(digest, units=3, seed=5)
+    skip = torch.zeros(1, 1, 3, 8, dtype=torch.bool)
+    skip[..., 0, :5] = True  # two pages and half of the third
+    dirty = keys.clone()
+    dirty[:, :, 0, :5] = math.nan
+    unit = digest.encode(dirty, skip=skip)
+    assert not unit["upper"][:, :, 0, :2].any() and not unit["lower"][:, :, 0, :2].any()
+    for name in ("upper", "lower"):
+        assert torch.equal(unit[name][:, :, 0, 2], keys[:, :, 0, 5])
+        assert torch.equal(unit[name][:, :, 1:], digest.encode(keys)[name][:, :, 1:])
 
 
 def test_centroid_is_a_lower_bound():
@@ -419,13 +453,15 @@ def test_partly_skipped_block_uses_the_kept_tokens(name, options):
     hostile[:, :, :, 3] = float("nan")
     unit = digest.encode(hostile, row, skip)
     kept = [t for t in range(digest.unit_tokens) if t != 3]
+    if name == "pages":
+        kept.insert(3, 2)  # as if it repeated a token of its page
     if digest.token_level:
         other = digest.encode(keys, row, skip)
         assert all(torch.equal(unit[k], other[k]) for k in unit)
     else:
         tokens = keys[0, 0, 0, kept].double().tolist()
         q = query[0, 0, 0].double().tolist()
-        expected = block_logit(name, tokens, q, torch.float32) + math.log(8)
+        expected = block_logit(name, tokens, q, torch.float32, **options) + math.log(8)
         assert digest.score(query, unit, row)[0, 0, 0, 0].item() == pytest.approx(expected, abs=1e-5)
 
 
@@ -642,6 +678,9 @@ def test_token_level_masses_add_up():
         (("min_max", 0, 64), {}, ValueError, "block_size must be a positive integer"),
         (("min_max", 32, 1.5), {}, ValueError, "head_dim must be a positive integer"),
         (("min_max", 32, 64), {"bits": 2}, TypeError, "bits"),
+        (("pages", 32, 64), {"logical_size": 12}, ValueError, "divides block_size=32, got 12"),
+        (("pages", 32, 64), {"logical_size": 0}, ValueError, "logical_size must be a positive integer"),
+        (("pages", 32, 64), {"logical_size": 8.0}, ValueError, "logical_size must be a positive integer"),
         (("channel_codes", 6, 64), {"group": 6}, ValueError, "multiple of 4"),
         (("channel_codes", 32, 64), {"group": 0}, ValueError, "group must be a positive integer"),
         (("channel_codes", 32, 64), {"high_fraction": 1.5}, ValueError, r"high_fraction must be in \[0, 1\]"),
@@ -679,5 +718,6 @@ def test_interface_flags():
         "key_bits": (True, False, 1),
         "cuboid_mean": (False, False, 1),
         "min_max": (False, False, 1),
+        "pages": (False, False, 1),
         "centroid": (False, False, 1),
     }

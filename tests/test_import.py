@@ -79,9 +79,11 @@ def test_all_is_what_there_is():
     import hf_sparse
 
     assert set(hf_sparse.__all__) == {
+        "HeadProfile",
         "PSACache",
         "PSAConfig",
         "__version__",
+        "calibrate_heads",
         "patch_model",
         "patched",
         "unpatch_model",

@@ -1,4 +1,7 @@
-"""The tests of the Triton kernels, run in the interpreter and so in a process of their own."""
+"""The tests of the Triton kernels, run in the interpreter and so in processes of their own.
+
+Interpreting is slow, so they run beside all other tests: tests/conftest.py starts them first and puts this test last.
+"""
 from __future__ import annotations
 
 import importlib.util
@@ -6,25 +9,41 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
-# Two processes beside each other, because interpreting is slow: (files, tests in them at least).
 STEPS = ["tests/triton/test_decode_kernels.py", "tests/triton/test_tiered_step.py"]
-SHARES = [(STEPS, 58), (["tests/triton", *(f"--ignore={file}" for file in STEPS)], 50)]
+PARTS = ["tests/triton/test_prefetch.py", "tests/triton/test_quantised_step.py", "tests/triton/test_streaming_step.py",
+         "tests/triton/test_reuse_step.py", "tests/triton/test_pages.py", "tests/triton/test_prefill_kernel.py"]
+# Files, and tests in them at least.
+SHARES = [(STEPS, 58), (["tests/triton", *(f"--ignore={file}" for file in (*STEPS, *PARTS))], 50), (PARTS, 50)]
+_RUNNING: list[tuple[subprocess.Popen, object]] = []
+
+
+def start() -> None:
+    """Begin, if there is a Triton to interpret kernels."""
+    if _RUNNING or importlib.util.find_spec("triton") is None:
+        return
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for files, _ in SHARES:
+        output = tempfile.TemporaryFile("w+")               # a pipe that nobody reads would fill up
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+        _RUNNING.append((subprocess.Popen(command, text=True, stdout=output, stderr=subprocess.STDOUT, env=environment), output))
+
+
+def stop() -> None:
+    for process, _ in _RUNNING:
+        process.kill()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    running = [subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files], text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) for files, _ in SHARES]
-    try:
-        outputs = [process.communicate(timeout=1200)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, output, (_, least) in zip(running, outputs, SHARES):
-        assert process.returncode == 0, output[-6000:]
-        passed = re.search(r"(\d+) passed", output)
-        assert passed and int(passed[1]) >= least and "failed" not in output and "skipped" not in output
+    start()
+    for (process, output), (_, least) in zip(_RUNNING, SHARES):
+        process.wait(timeout=1200)
+        output.seek(0)
+        text = output.read()
+        assert process.returncode == 0, text[-6000:]
+        passed = re.search(r"(\d+) passed", text)
+        assert passed and int(passed[1]) >= least and "failed" not in text and "skipped" not in text

@@ -41,7 +41,7 @@ def _missing(config: PSAConfig, device: torch.device, dtype: torch.dtype) -> str
 
 def unsupported(config: PSAConfig) -> str | None:
     """None if the kernels implement these settings, else the setting that they lack."""
-    if config.digest != "channel_codes":
+    if config.digest not in ("channel_codes", "pages", "min_max"):
         return f"digest={config.digest!r} has no kernels"
     if config.policy == "threshold" and config.threshold < 1.0 and config.stop_rule != "estimate":
         return f"stop_rule={config.stop_rule!r} has no kernels"

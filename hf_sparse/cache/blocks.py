@@ -8,13 +8,19 @@ import torch
 from ..kernels import ops
 from ..kernels.reference.append import split, unpin
 from ..kernels.reference.fetch import acquire, read
+from ..kernels.reference.quantise import dequantise_blocks
 from .digest_store import DigestStore
+from .exact_ring import ExactRing
 from .handle import KVHandle, KVLength, Pending
+from .kept import KeptSelection
 from .owner import Change
 from .pool import next_version
 from .protocol import LayerProtocol
 from .state import CacheState
 from .stats import LayerStats
+
+# Elements that are dequantised at a time, which bounds the memory beside the dense keys and values.
+PIECE_ELEMENTS = 2**24
 
 
 class LayerBlocks(LayerProtocol):
@@ -23,6 +29,9 @@ class LayerBlocks(LayerProtocol):
     Tokens are stored without padding: block 0 of a row starts at its first real token, and `lengths` [B] counts
     what is stored. `length` is the padded length that transformers sees; `valid` [B, length] tells them apart once
     there has been padding, else it is None.
+
+    With `kv_bits` below 16 the pool holds closed blocks packed. The always-read ones are read from `exact`, which has them as
+    the model gave them, and so are those of a dense read: it sees what a step sees that reads everything.
     """
 
     kind = "psa"
@@ -32,12 +41,17 @@ class LayerBlocks(LayerProtocol):
         self.state, self.index, self.order = state, index, order        # order: among the sparse layers
         state.members.append(weakref.ref(self))
         self.stats = LayerStats(state.config.record_steps)
+        # Where other KV heads of the layer stream: how many the model has, and which are these (int32 [H]).
+        self.model_heads: int | None = None
+        self.head_index: torch.Tensor | None = None
         self._clear()
 
     def _clear(self) -> None:
         self.length = 0
         self.batch = self.heads = self.group = self.key_dim = self.value_dim = 0
         self.lengths = self.valid = self.table = self.pool = self.digests = None
+        self.exact: ExactRing | None = None                 # only with kv_bits below 16
+        self.kept = KeptSelection()                         # only used with reuse above 1
         self.columns = 0                                    # blocks of a row that have ids
         self.pending: Pending | None = None
         self.version = next_version()                       # changes when a buffer moves
@@ -57,6 +71,11 @@ class LayerBlocks(LayerProtocol):
         """The most blocks that are always read at the end of a row: recent ones, or those without final digests."""
         return max(self.config.recent_blocks + 1, self.digests.unit_blocks)
 
+    @property
+    def block_elements(self) -> int:
+        """Elements of a block that is not quantised."""
+        return self.config.block_size * (self.key_dim + self.value_dim)
+
     def pinned_blocks(self, batch: int) -> int:
         """The most slots this layer can have pinned: sink and tail, and the block that is being opened."""
         return batch * self.heads * (self.config.sink_blocks + self.tail_blocks + 1)
@@ -66,8 +85,11 @@ class LayerBlocks(LayerProtocol):
         if self.table is None:
             return 0
         batch, columns = batch or self.batch, columns or self.table.shape[2]
-        return (self.digests.bytes_for(batch, self.heads, columns)
-                + batch * self.heads * columns * self.table.element_size())
+        exact = 0 if self.config.kv_bits == 16 else ExactRing.bytes_for(
+            batch, self.heads, self.config.sink_blocks, self.tail_blocks, self.block_elements, self.dtype.itemsize)
+        lists = 2 if self.config.reuse > 1 else 1           # the table, and the kept selections
+        return (self.digests.bytes_for(batch, self.heads, columns) + exact
+                + lists * batch * self.heads * columns * self.table.element_size())
 
     def tail_start(self, lengths: torch.Tensor) -> torch.Tensor:
         """[B] first block of the always-read tail: everything before it, but the sink, is ranked.
@@ -87,7 +109,8 @@ class LayerBlocks(LayerProtocol):
         self.batch, self.heads, _, self.key_dim = key_states.shape
         self.value_dim = value_states.shape[-1]
         config = self.config
-        self.digests = DigestStore(config.digest, config.block_size, self.key_dim, config.key_bits, self.dtype)
+        self.digests = DigestStore(config.digest, config.block_size, self.key_dim, config.key_bits, self.dtype,
+                                   config.logical_size)
         self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
         self.table = torch.zeros(self.batch, self.heads, 0, dtype=torch.int64, device=self.device)
         self.pool = self.state.pool(key_states, value_states, self.order)
@@ -165,21 +188,30 @@ class LayerBlocks(LayerProtocol):
             grown = -(-max(needed + 8, needed * 5 // 4 if capacity else needed) // ub) * ub
         target = min(needed + 1, grown) if needed > self.columns else self.columns
         count = self.batch * self.heads * (target - self.columns)
-        more = count * self._layers_to_come()
+        more = self._asked_later(count)
         if grown > capacity:
             old = self.table
             self.table = torch.cat([old, old.new_zeros(self.batch, self.heads, grown - capacity)], 2)
             self.state.fit(self.pool, count + more)
             self.digests.reserve(self.batch, self.heads, grown, self.device)
+            if self.config.kv_bits < 16 and self.exact is None:
+                like = torch.empty(0, dtype=self.dtype, device=self.device)
+                self.exact = ExactRing.new(self.batch, self.heads, self.config.sink_blocks, self.tail_blocks,
+                                           self.block_elements, like)
             self.version = next_version()
         if count:
             fresh = self.pool.allocate(count, more=more)
             self.table[:, :, self.columns:target] = fresh.view(self.batch, self.heads, -1)
             self.columns = target
 
-    def _layers_to_come(self) -> int:
-        """Layers of this pool that change after this one; with several devices each has its own, and this is not known."""
-        return self.state.layers - 1 - self.order if self.state.devices == 1 and self.pool.pools == 1 else 0
+    def _asked_later(self, count: int) -> int:
+        """Blocks that the layers of this pool which change after this one will ask for, where this one asks for `count`; with
+        several devices each has its own layers, and this is not known."""
+        state = self.state
+        if state.devices > 1 or self.pool.pools > 1:
+            return 0
+        return count // self.heads * (sum(state.heads[self.order + 1:]) if state.heads else
+                                      self.heads * (state.layers - 1 - self.order))
 
     def commit(self, pending: Pending, valid: torch.Tensor | None) -> None:
         """Store the new tokens; `valid` [B, q] bool, None: all of them are real."""
@@ -198,6 +230,7 @@ class LayerBlocks(LayerProtocol):
     def _store(self, keys, values, valid) -> None:
         count = keys.shape[2]
         self.digests.settle(self.lengths)
+        self.kept.stored(count)
         if valid is None:
             flags = torch.ones(self.batch, count, dtype=torch.bool, device=self.device)
         else:
@@ -211,8 +244,13 @@ class LayerBlocks(LayerProtocol):
         after = self.tail_start(self.lengths + flags.sum(1))
         tiers = self.pool.tiers()
         self._unpin(tiers, before, after)
-        ops.append(tiers, self.table, self.lengths, keys, values, flags, self.config.block_size,
-                   self.config.sink_blocks, after, self.config.eviction)
+        config = self.config
+        if self.exact is None:
+            ops.append(tiers, self.table, self.lengths, keys, values, flags, config.block_size, config.sink_blocks, after,
+                       config.eviction)
+        else:
+            ops.append_packed(tiers, self.exact.rows, self.table, self.lengths, keys, values, flags, config.block_size,
+                              config.sink_blocks, self.exact.ring_blocks, after, config.eviction, config.kv_bits)
         self.length += count
 
     def _unpin(self, tiers, before, after) -> None:
@@ -228,11 +266,41 @@ class LayerBlocks(LayerProtocol):
     def _compact(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Stored tokens without padding, [B, H, N * P, D] and [B, H, N * P, Dv]; beyond a row's length: anything."""
         used = -(-self.length // self.config.block_size)
-        ids = self.table[:, :, :used]
         with self.pool.lock:
-            rows = read(self.pool.tiers(), ids.reshape(-1)).view(*ids.shape, -1)
-        keys, values = split(rows, self.config.block_size, self.key_dim, self.value_dim)
+            column = torch.arange(used, device=self.device).expand(self.batch, -1)
+            if self.exact is None:
+                keys, values = self._blocks(column)
+            else:
+                shape = self.batch, self.heads, used, self.config.block_size
+                new = lambda dim: torch.empty(*shape, dim, dtype=self.dtype, device=self.device)  # noqa: E731
+                keys, values = new(self.key_dim), new(self.value_dim)
+                piece = max(1, PIECE_ELEMENTS // (self.batch * self.heads * self.block_elements))
+                for low in range(0, used, piece):
+                    here = slice(low, low + piece)
+                    keys[:, :, here], values[:, :, here] = self._blocks(column[:, here])
         return keys.flatten(2, 3), values.flatten(2, 3)
+
+    def _blocks(self, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, H, C, P, D] and values [B, H, C, P, Dv] of blocks [B, C], as a step would read them."""
+        rows, sizes = self._packed(column), (self.config.block_size, self.key_dim, self.value_dim)
+        if self.exact is None:
+            return split(rows, *sizes)
+        stored = dequantise_blocks(rows, *sizes, self.config.kv_bits, self.dtype)
+        always = (column < self.config.sink_blocks) | (column >= self.tail_start(self.lengths)[:, None])
+        exact = split(self.exact.rows[self.exact.ids(column)], *sizes)
+        keys, values = (torch.where(always[:, None, :, None, None], *both) for both in zip(exact, stored))
+        return keys, values
+
+    def _packed(self, column: torch.Tensor) -> torch.Tensor:
+        """Contents [B, H, C, elements] of blocks [B, C] as the tiers hold them."""
+        ids = self.table.gather(2, column[:, None].expand(-1, self.heads, -1))
+        return read(self.pool.tiers(), ids.reshape(-1)).view(*ids.shape, -1)
+
+    def _dequantised(self, column: torch.Tensor) -> torch.Tensor:
+        """The same in the layout and dtype of a block that is not quantised."""
+        parts = dequantise_blocks(self._packed(column), self.config.block_size, self.key_dim, self.value_dim,
+                                  self.config.kv_bits, self.dtype)
+        return torch.cat([part.flatten(3) for part in parts], 3)
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, H, T, D] as a dense cache would hold them; padding holds some real token."""
@@ -288,6 +356,7 @@ class LayerBlocks(LayerProtocol):
 
     def _become(self, index: torch.Tensor, release: bool) -> None:
         self.digests.settle(self.lengths)
+        self.kept.forget()
         P, H = self.config.block_size, self.heads
         tiers = self.pool.tiers()
         open_column = self.lengths // P
@@ -297,11 +366,12 @@ class LayerBlocks(LayerProtocol):
         partial = lengths % P != 0
         column = torch.where(partial, open_column, 0)[:, None, None].expand(-1, H, -1)
         old = self.table.index_select(0, index)
-        content = read(tiers, torch.where(partial[:, None], old.gather(2, column).squeeze(2), 0).reshape(-1))
+        content = None if self.exact is not None else read(
+            tiers, torch.where(partial[:, None], old.gather(2, column).squeeze(2), 0).reshape(-1))
         table = old.clone()
         table[:, :, self.columns:] = 0                      # after a crop: blocks that are given back
         width = self.columns - first
-        more = rows * H * max(0, width) * self._layers_to_come()
+        more = self._asked_later(rows * H * max(0, width))
         if width > 0:
             fresh = self.pool.allocate(rows * H * width, more=more).view(rows, H, width)
             shared = torch.arange(first, self.columns, device=self.device) < open_column[:, None]
@@ -317,17 +387,20 @@ class LayerBlocks(LayerProtocol):
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
         self.digests.take_rows(index)
+        if self.exact is not None:
+            self.exact = self.exact.take_rows(index)        # with what open blocks hold
         tiers = self.pool.tiers()
         if release:
             unpin(tiers, before[0].reshape(-1), torch.ones_like(before[0], dtype=torch.bool).reshape(-1))
         self._open(tiers, column, partial, content)
 
     def _open(self, tiers, column, partial, content) -> None:
-        """Put `content` into the open block of rows that have one, and pin it and the sink."""
+        """Put `content`, if there is some, into the open block of rows that have one, and pin it and the sink."""
         ids = self.table.gather(2, column).reshape(-1)
         wanted = partial[:, None].expand(-1, self.heads).reshape(-1)
         slots = acquire(tiers, ids, wanted, self.config.eviction, load=False)
-        tiers[0][slots] = content
+        if content is not None:
+            tiers[0][slots] = content
         if self.pool.tiered:
             tiers[5][slots] = True
             tiers[5][tiers[2][self.table[:, :, :self.config.sink_blocks]]] = True
@@ -349,7 +422,7 @@ class LayerBlocks(LayerProtocol):
         if count == 0 or not self.is_initialized:
             return
         self.digests.settle(self.lengths)
-        before = self.length, self.lengths, self.valid, self.columns, self.digests.clone()
+        before = self.length, self.lengths, self.valid, self.columns, self.digests.clone(), self.exact
         self.length -= count
         self.columns = min(self.columns, -(-self.length // self.config.block_size))
         if self.ragged:
@@ -358,11 +431,14 @@ class LayerBlocks(LayerProtocol):
         else:
             self.lengths = self.lengths - count
         self.digests.crop(self.lengths, self.length)
+        if self.exact is not None:
+            with self.pool.lock:
+                self.exact = self.exact.cropped(before[1], self.lengths, self.config.block_size, self._dequantised)
         # The reopened block may be shared with a fork or another row, and so may those after it: fresh ids for both.
         try:
             self._take_rows(torch.arange(self.batch, device=self.device))
         except ValueError:
-            self.length, self.lengths, self.valid, self.columns, self.digests = before
+            self.length, self.lengths, self.valid, self.columns, self.digests, self.exact = before
             raise
 
     def fork(self, state: CacheState) -> LayerBlocks:
@@ -371,6 +447,7 @@ class LayerBlocks(LayerProtocol):
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.state, new.pending, new.stats = state, None, LayerStats(state.config.record_steps)
+        new.kept = KeptSelection()
         state.members.append(weakref.ref(new))
         if self.is_initialized:
             new.digests = self.digests.clone()

@@ -16,9 +16,10 @@ SEGMENT = 64
 class DigestStore:
     """Digest buffers of one layer, [B, H, units, ...] each, and their bookkeeping."""
 
-    def __init__(self, kind: str, block_size: int, head_dim: int, bits: int, dtype: torch.dtype):
+    def __init__(self, kind: str, block_size: int, head_dim: int, bits: int, dtype: torch.dtype, logical_size: int = 16):
         self.kind, self.block_size, self.bits, self.dtype = kind, block_size, bits, dtype
-        self.digest = ops.digest_of(kind, block_size, head_dim, bits)
+        self.logical_size = logical_size
+        self.digest = ops.digest_of(kind, block_size, head_dim, bits, logical_size)
         self.unit: list[torch.Tensor] = []
         self.row: list[torch.Tensor] = []
         self.calibrated = not self.digest.needs_calibration
@@ -113,13 +114,18 @@ class DigestStore:
 
     # -- encoding -----------------------------------------------------------------------------------------------
     def update(self, tiers, table: torch.Tensor, lengths: torch.Tensor, length: int, ragged: bool,
-               sink_blocks: int, key_dim: int, value_dim: int) -> None:
-        """Encode every unit that has closed since the last call. `length` is the padded length."""
+               sink_blocks: int, key_dim: int, value_dim: int, blocks_of=None) -> None:
+        """Encode every unit that has closed since the last call. `length` is the padded length.
+
+        blocks_of: callable, blocks [B, C] -> keys [B, H, C, P, D] and values, where the tiers hold packed blocks.
+        """
         P, ub = self.block_size, self.unit_blocks
         U = P * ub
         batch, heads = table.shape[:2]
 
         def keys_of(columns):                                                                  # [B, C] -> [B, H, C*P, D]
+            if blocks_of is not None:
+                return blocks_of(columns)[0].flatten(2, 3)
             ids = table.gather(2, columns[:, None].expand(-1, heads, -1))
             keys, _ = split(read(tiers, ids.reshape(-1)), P, key_dim, value_dim)
             return keys.reshape(batch, heads, -1, key_dim)
@@ -139,14 +145,14 @@ class DigestStore:
             token = target[..., None] * U + torch.arange(U, device=table.device)
             skip = (token < sink_blocks * P)[:, None].expand(-1, heads, -1, -1)
             target = torch.where(write, target, self.unit[0].shape[2] - 1)
-            ops.encode(self.unit, self.row, keys, skip, target, self.kind, P, self.bits)
+            ops.encode(self.unit, self.row, keys, skip, target, self.kind, P, self.bits, self.logical_size)
         self.units_done = lengths // U
         self.length_done = length
 
     def score(self, query: torch.Tensor, units: int, softcap: float) -> torch.Tensor:
         """[B, H, G, D] -> [B, H, G, units * unit_blocks] estimated log mass."""
         return ops.score(query, [part[:, :, :units] for part in self.unit], self.row, self.kind, self.block_size,
-                         self.bits, softcap, self.dtype)
+                         self.bits, softcap, self.dtype, self.logical_size)
 
     def settle(self, lengths: torch.Tensor) -> None:
         """Before `lengths` change by other hands: note how far the kernels have come."""

@@ -64,6 +64,14 @@ class PSALayer(LayerBlocks):
             return self._prefill(query, pending, scaling, softcap, sinks)
         return self._extend(query, past, scaling, softcap, sinks)
 
+    def take(self, query, pending: Pending, valid) -> None:
+        """Store the first tokens of a row, whose attention somebody else computes: query [B, Hq, q, D], see `attend`."""
+        with self.pool.lock, Change(self.state):
+            self.group = query.shape[1] // self.heads
+            self.commit(pending, valid)
+            self.digests.observe(query, self.heads, valid)
+        self.pending = None
+
     def _attend_one_by_one(self, query, pending, valid, scaling, softcap, sinks, dense_step):
         self.reserve(self.length + pending.count)
         pending.committed = True
@@ -121,7 +129,8 @@ class PSALayer(LayerBlocks):
     def _digest(self) -> None:
         """Digest what has closed so far: before a step's own token, which no digest speaks of yet."""
         self.digests.update(self.pool.tiers(), self.table, self.lengths, self.length, self.ragged,
-                            self.config.sink_blocks, self.key_dim, self.value_dim)
+                            self.config.sink_blocks, self.key_dim, self.value_dim,
+                            None if self.exact is None else self._blocks)
 
     def _decode(self, query, scaling, softcap, sinks, dense_step):
         self.stats.steps += 1

@@ -39,7 +39,7 @@ class BlockPool:
     """Slots of `elements` values each, on one device.
 
     Args:
-        elements: values a block: block_size * (key dim + value dim).
+        elements: values a block: block_size * (key dim + value dim), or bytes, uint8, of a packed one.
         budget: bytes of the pool, or None to grow with the context.
         host_bytes: bytes of the host tier; 0 for none, None for half of what the machine has left.
         pools: as many equal pools, this one among them, share both.

@@ -3,15 +3,19 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 
 import torch
 
 from ..compat import Cache, chunk_of, is_plain_layer, is_sliding_layer, template_layers
 from ..config import FORK_FIELDS, PSAConfig
+from ..kernels.reference.quantise import packed_bytes
+from ..kernels.reference.ring import SLACK
 from ..selection.rounds import largest_round
 from ..sizes import format_bytes
 from .layer import PSALayer
 from .owner import Owner, alone
+from .split import SplitLayer
 from .state import CacheState
 from .window import WindowLayer
 
@@ -46,18 +50,42 @@ class PSACache(Cache):
         wrong = [index for index in self.config.dense_layers if index >= len(templates)]
         if wrong:
             raise ValueError(f"dense_layers names layer {wrong[0]}, but this model has {len(templates)} layers, counted from 0.")
-        self.state = CacheState(self.config, layers=sum(map(is_plain_layer, templates)))
-        layers = [self._mirror(text, index, layer) for index, layer in enumerate(templates)]
+        streaming = self._streaming(text, templates)
+        full = sum(map(is_plain_layer, templates))
+        heads: tuple[int, ...] = ()
+        if streaming:
+            found = (_kv_heads(text) - len(streaming.get(index, ())) for index, layer in enumerate(templates) if is_plain_layer(layer))
+            heads = tuple(count for count in found if count)
+        self.state = CacheState(self.config, layers=len(heads) if streaming else full, heads=heads)
+        layers = [self._mirror(text, index, layer, streaming.get(index)) for index, layer in enumerate(templates)]
         self.fingerprint = model_fingerprint(text)
-        self._check_budget(text)
+        self._check_budget(text, full)
         self._model = None
         self.owner = Owner()
         self._entered: list | None = None                   # what layers held when a forward began that has not ended
         super().__init__(layers=layers)
 
-    def _mirror(self, config, index: int, layer):
+    def _streaming(self, config, templates: list) -> dict[int, tuple[int, ...]]:
+        """Streaming heads by layer.
+
+        Raises:
+            ValueError: the model does not have them, or not in a full-attention layer.
+        """
+        found: dict[int, tuple[int, ...]] = {}
+        for index, head in self.config.streaming_heads:
+            if index >= len(templates) or head >= _kv_heads(config):
+                raise ValueError(f"streaming_heads names KV head {head} of layer {index}, but this model has {len(templates)} "
+                                 f"layers of {_kv_heads(config)} KV heads, counted from 0. Choose heads for this model.")
+            if not is_plain_layer(templates[index]):
+                raise ValueError(f"streaming_heads names layer {index}, which has no full attention. Leave it out.")
+            found[index] = (*found.get(index, ()), head)
+        return found
+
+    def _mirror(self, config, index: int, layer, streaming: tuple[int, ...] | None):
         if is_plain_layer(layer):
             order = sum(isinstance(member(), PSALayer) for member in self.state.members)
+            if streaming is not None:
+                return SplitLayer(self.state, index, order if len(streaming) < _kv_heads(config) else None, streaming)
             return PSALayer(self.state, index, order)
         if is_sliding_layer(layer):
             return WindowLayer(self.state, index, layer.sliding_window, chunk_of(config, index))
@@ -68,12 +96,12 @@ class PSACache(Cache):
             f"Layer {index} of this model needs a {type(layer).__name__}, which PSACache can't replace. Use "
             "transformers' own cache for this model.")
 
-    def _check_budget(self, text) -> None:
+    def _check_budget(self, text, full_layers: int) -> None:
         budget = self.config.gpu_bytes
         if budget is None or self.config.host_bytes == 0 or not self.state.layers:
             return
         try:
-            least = self._least_bytes(text, torch.float16, 1)
+            least = self._least_bytes(text, full_layers, torch.float16, 1)
         except AttributeError:
             return                                          # unusual config: checked when the first tokens arrive
         if budget < least:
@@ -81,25 +109,39 @@ class PSACache(Cache):
                              f"model in 16 bits; it needs at least {format_bytes(least)}, and more for longer contexts, "
                              "wider types and batches.")
 
-    def _least_bytes(self, text, dtype: torch.dtype, batch: int) -> int:
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    def _least_bytes(self, text, full_layers: int, dtype: torch.dtype, batch: int) -> int:
+        heads = _kv_heads(text)
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         config = self.config
         pools = self.state.layers // self.state.pool_layers
-        pinned = self.state.layers * batch * heads * (config.sink_blocks + config.recent_blocks + 2)
-        slots = pinned + pools * (1 + batch * heads * largest_round(config.round_blocks))
-        return slots * config.block_size * 2 * dim * dtype.itemsize
+        held = full_layers * heads - len(config.streaming_heads)                 # heads with blocks, in all layers
+        streaming = Counter(layer for layer, _ in config.streaming_heads)
+        widest = heads - min(streaming.values()) if len(streaming) == full_layers else heads
+        pinned = batch * held * (config.sink_blocks + config.recent_blocks + 2)
+        slots = pinned + pools * (1 + batch * widest * largest_round(config.round_blocks))
+        block = config.block_size * 2 * dim * dtype.itemsize
+        if config.kv_bits == 16:
+            return slots * block
+        exact = batch * held * (config.sink_blocks + config.recent_blocks + 1 + SLACK)
+        return slots * packed_bytes(config.block_size, dim, dim, config.kv_bits) + exact * block
 
     @property
     def tokens(self) -> int:
         """Padded tokens of a row, 0 for a cache whose layers keep no tokens."""
-        attending = [layer for layer in self.layers if isinstance(layer, (PSALayer, WindowLayer))]
+        attending = [layer for layer in self.layers if isinstance(layer, (PSALayer, SplitLayer, WindowLayer))]
         return attending[0].get_seq_length() if attending else 0
 
     # -- what transformers asks -------------------------------------------------------------------------------------
     @property
     def sparse_layers(self) -> list[PSALayer]:
-        return [layer for layer in self.layers if isinstance(layer, PSALayer)]
+        """Layers in blocks; of a layer with streaming heads the part that does not stream."""
+        found = [layer.blocks if isinstance(layer, SplitLayer) else layer for layer in self.layers]
+        return [layer for layer in found if isinstance(layer, PSALayer)]
+
+    @property
+    def step_layers(self) -> list[PSALayer | SplitLayer]:
+        """Full-attention layers, those with streaming heads as a whole."""
+        return [layer for layer in self.layers if isinstance(layer, (PSALayer, SplitLayer))]
 
     @alone
     def crop(self, tokens_to_remove: int) -> None:
@@ -109,7 +151,7 @@ class PSACache(Cache):
             ValueError: a sliding layer no longer has the tokens before them; nothing is changed then.
         """
         for layer in self.layers:
-            if isinstance(layer, WindowLayer):
+            if isinstance(layer, (SplitLayer, WindowLayer)):
                 layer.check_crop(tokens_to_remove)
         for layer in self.layers:
             layer.crop(tokens_to_remove)
@@ -155,7 +197,7 @@ class PSACache(Cache):
         new.__dict__.update(self.__dict__)
         new.owner = Owner()
         new.config = self.config.replace(**overrides) if overrides else self.config
-        new.state = CacheState(new.config, self.state.layers, self.state.pools, self.state.devices,
+        new.state = CacheState(new.config, self.state.layers, self.state.pools, self.state.heads, self.state.devices,
                                self.state.dense_expected, self.state.warned)
         new.layers = []
         try:
@@ -229,7 +271,7 @@ class PSACache(Cache):
     def _held(self) -> list:
         """Tokens in each layer; None: none yet."""
         return [layer.get_seq_length() if layer.is_initialized else None for layer in self.layers
-                if isinstance(layer, (PSALayer, WindowLayer))]
+                if isinstance(layer, (PSALayer, SplitLayer, WindowLayer))]
 
     def enter(self) -> None:
         """A forward begins.
@@ -262,10 +304,11 @@ class PSACache(Cache):
         layers, sparse = [], []
         materialized = 0
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, PSALayer):
-                layers.append(layer.stats.as_dict(index, layer.kind, self.config.verify))
+            blocks = layer.blocks if isinstance(layer, SplitLayer) else layer
+            if isinstance(blocks, PSALayer):
+                layers.append(blocks.stats.as_dict(index, layer.kind, self.config.verify))
                 sparse.append(layers[-1])
-                materialized += layer.stats.materialized
+                materialized += blocks.stats.materialized
             else:
                 layers.append({"layer": index, "kind": getattr(layer, "kind", "native")})
                 materialized += getattr(layer, "materialized", 0)
@@ -279,7 +322,7 @@ class PSACache(Cache):
                 counted = pool.counters.tolist()
                 hits, misses = hits + counted[0], misses + counted[1]
                 host += pool.blocks_in_use() * pool.block_bytes
-        for layer in self.layers:
+        for layer in [*self.layers, *(layer.blocks for layer in self.layers if isinstance(layer, SplitLayer))]:
             if getattr(layer, "is_initialized", False) and hasattr(layer, "side_bytes"):
                 device += layer.side_bytes()
                 if isinstance(layer, PSALayer):
@@ -294,6 +337,11 @@ class PSACache(Cache):
             "materialized": materialized,
             "layers": layers,
         }
+
+
+def _kv_heads(config) -> int:
+    """KV heads of a layer of a text model."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def model_fingerprint(config) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..config import PSAConfig
+from ..kernels.reference.quantise import packed_bytes
 from ..selection.rounds import largest_round
 from ..sizes import format_bytes
 from .backend import use_kernels
@@ -40,6 +41,7 @@ class CacheState:
     config: PSAConfig
     layers: int                                             # sparse layers in the model
     pools: dict = field(default_factory=dict)
+    heads: tuple[int, ...] = ()                             # KV heads of each sparse layer, if not all have the same
     devices: int = 1                                        # devices that the model's layers are on
     dense_expected: bool = False                            # patch_model has already said that this model is dense
     warned: bool = False
@@ -84,8 +86,11 @@ class CacheState:
             ValueError: the host tier can't be reserved.
         """
         config = self.config
-        elements = config.block_size * (keys.shape[-1] + values.shape[-1])
-        kind = (keys.device, keys.dtype, elements)
+        elements, dtype = config.block_size * (keys.shape[-1] + values.shape[-1]), keys.dtype
+        if config.kv_bits < 16:
+            elements = packed_bytes(config.block_size, keys.shape[-1], values.shape[-1], config.kv_bits)
+            dtype = torch.uint8
+        kind = (keys.device, dtype, elements)
         key = (*kind, order if config.pool == "per_layer" else None)
         if key not in self.pools:
             pools = self.layers // self.pool_layers
@@ -100,7 +105,7 @@ class CacheState:
                 raise NotImplementedError(
                     "Layers of this model have different key or value sizes, which one pool with a byte budget can't "
                     "hold. Leave gpu_memory and host_memory at 'auto'.")
-            pool = BlockPool(keys.device, keys.dtype, elements, budget, host, pools)
+            pool = BlockPool(keys.device, dtype, elements, budget, host, pools)
             for other in self.pools.values():
                 pool.lock = other.lock                      # threads of forks take turns in all pools, or in none
                 if pool.tiered and other.tiered and other.device == pool.device:
@@ -126,7 +131,12 @@ class CacheState:
         rows = max((user.batch for user in users if id(user) in mine), default=0)
         columns = max((user.table.shape[2] for user in users if id(user) in mine), default=0)
         sizes = [(user, rows, columns) if id(user) in mine else (user, user.batch, user.table.shape[2]) for user in users]
-        scale = max(1.0, self.pool_layers / len(users)) if self.devices == 1 else 1.0
+        scale = 1.0
+        if self.devices == 1 and self.pool_layers > 1:
+            parts = self.pool_layers / len(users)
+            if self.heads:
+                parts = sum(self.heads) / sum(user.heads for user in users)
+            scale = max(1.0, parts)
         other = int(sum(user.side_bytes(*size) for user, *size in sizes) * scale)
         if not pool.tiered:
             pool.check_budget(pool.slots + pool.lacking(ids), other)

@@ -8,6 +8,7 @@ import torch
 
 from ..kernels import ops
 from ..selection.rounds import round_bounds
+from .kept import calibrated
 
 
 def sparse_step(layer, query, scaling: float, softcap: float, sinks):
@@ -18,7 +19,11 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
     q = query.float().squeeze(2).unflatten(1, (H, G)) * scaling
     sink_logits = None if sinks is None else sinks.float().view(H, G)
     start = layer.tail_start(layer.lengths)
-    output, mass, forced = ops.attend_forced(tiers, q, layer.table, layer.lengths, start, config.sink_blocks,
+    exact, table = tiers, layer.table
+    if layer.exact is not None:                             # as resident blocks of a small pool of their own
+        column = torch.arange(table.shape[2], device=layer.device).expand(B, -1)
+        exact, table = [layer.exact.rows], layer.exact.ids(column)
+    output, mass, forced = ops.attend_forced(exact, q, table, layer.lengths, start, config.sink_blocks,
                                              layer.tail_blocks, P, layer.value_dim, softcap, config.eviction)
     units = (layer.length - 1) // (P * store.unit_blocks)
     candidates = (start - config.sink_blocks).clamp(min=0)
@@ -28,12 +33,24 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
         count, floor, limit = budget(config, layer.lengths, candidates, forced, total, units * store.unit_blocks)
         order, rest = ops.select(store.score(q, units, softcap), mass, config.sink_blocks, start, limit,
                                  config.group_reduction)
+        fresh, kept, always = None, layer.kept, mass
+        if config.reuse > 1:
+            fresh = kept.due(start, H, layer.length, config.reuse)
+            order, count = kept.plan(fresh, order, count)
         output, mass, read, coverage = ops.attend(
             tiers, q, layer.table, order, rest, candidates, count, floor, output, mass, sink_logits,
             round_bounds(order.shape[-1], config.round_blocks, config.round_growth), config.policy,
             _rule(layer), config.top_p if config.policy == "top_p" else config.threshold,
             config.stop_window, config.group_stop == "min", P, layer.value_dim, softcap, config.eviction,
-            not store.digest.token_level)
+            not store.digest.token_level, config.kv_bits, layer.dtype, None if fresh is None else ~fresh)
+        if fresh is not None:
+            left = rest.gather(-1, read[..., None, None].expand(-1, -1, G, 1)).squeeze(-1)
+            if not store.digest.token_level:
+                left = calibrated(left, rest[..., 0], always, mass)
+            captured = mass if sink_logits is None else torch.logaddexp(mass, sink_logits.expand_as(mass))
+            by_kept = kept.watch(fresh, start, layer.length, read, left, captured, config.reuse_refresh,
+                                 config.group_stop == "min")
+            coverage = torch.where(fresh[..., None], coverage, by_kept)
     true = _true_mass(layer, q, softcap) if config.verify else None
     layer.stats.record(read + forced[:, None], total, mass, coverage, true, sink_logits)
     if layer.pool.tiered:
@@ -46,11 +63,12 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
 def budget(config, lengths, candidates, forced, total, blocks):
     """[B] how many ranked blocks may be read, [B] how many must be, and how many to rank."""
     shares = lambda share: torch.ceil(total * share).long()  # noqa: E731
-    least = shares(config.min_blocks) if isinstance(config.min_blocks, float) else config.min_blocks
+    floor, cap = config.bounds
+    least = shares(floor) if isinstance(floor, float) else floor
     count, floor, most = candidates, (least - forced).clamp(min=0), None
-    for given in (config.max_blocks, config.top_k if config.policy == "top_k" else None):
+    for given in (cap, config.top_k if config.policy == "top_k" else None):
         if isinstance(given, float):
-            count = torch.minimum(count, (shares(given) - forced).clamp(min=0))
+            count = torch.minimum(count, (shares(given).clamp(min=config.least_cap) - forced).clamp(min=0))
         elif given is not None:
             most = min(given, most or given)
     limit = blocks

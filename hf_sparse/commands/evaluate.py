@@ -31,6 +31,8 @@ def add_parser(verbs) -> None:
     parser.add_argument("--policy", default="psa", metavar="NAMES",
                         help="comma-separated: psa, psa@0.9, topk@0.1/cuboid_mean, quest@0.3, lserve@4096, topp@0.9, "
                              "oracle@0.9, psa/window ... (default: psa, as the settings below say)")
+    parser.add_argument("--heads", metavar="FILE",
+                        help="profile of the model's heads, by hf-sparse heads: says which stream in policies with streaming=SHARE")
     parser.add_argument("--real", action="store_true",
                         help="decode with the cache's own sparse step instead of computing what it would read (slower)")
     add_context_arguments(parser, seed=0)
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.cells import CellFile, model_id
     from ..evaluation.decoding import DenseDecodeError, can_skip
     from ..evaluation.grid import run_grid
-    from ..evaluation.policies import parse_policies
+    from ..evaluation.policies import parse_policies, with_heads
     from ..evaluation.samples import Haystack
     from ..evaluation.summary import is_dense, layers_table, rows, rows_table
     from ..evaluation.work import check_lengths, file_work, task_work
@@ -78,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args)
     cells = None
     try:
+        heads = read_heads(args.heads, model)
+        with_heads(policies, heads)                         # before anything is computed
         work = file_work(args.file, tokenizer, args.length, args.samples)
         if tasks:
             haystack = Haystack(read_text(args.text), tokenizer)
@@ -86,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         about = {"name": pathlib.Path(args.model).name, "config": config.to_dict(), "versions": versions()}
         cells = CellFile(args.out, model_id(model), about)
         run_grid(model, tokenizer, work, policies, cells, args.prefill_chunk, simulated=not args.real,
-                 progress=None if args.quiet else Line())
+                 progress=None if args.quiet else Line(), heads=heads)
     except DenseDecodeError as error:
         print(f"hf-sparse eval: nothing was measured: {error}", file=sys.stderr)
         return 1
@@ -133,6 +137,17 @@ def read_text(path: str | None) -> list[str]:
         return load_paragraphs(path)
     except RuntimeError as error:                           # a Python without its documentation
         raise CommandError(str(error)) from error
+
+
+def read_heads(path: str | None, model):
+    """The profile of a file, which must be one of this model; None for None."""
+    if path is None:
+        return None
+    from ..heads.profile import HeadProfile
+
+    profile = HeadProfile.load(path)
+    profile.check(model.config)
+    return profile
 
 
 class Line:

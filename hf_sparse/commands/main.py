@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import env, evaluate, generate, tune
+from . import env, evaluate, generate, heads, tune
 from .common import CommandError
 
 
@@ -17,7 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-sparse", description="Progressive sparse attention for transformers.")
     parser.add_argument("--version", action="version", version=f"hf-sparse {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for module in (env, generate, evaluate, tune):
+    for module in (env, generate, evaluate, tune, heads):
         module.add_parser(verbs)
     return parser
 

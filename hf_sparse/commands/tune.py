@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.cells import CellFile, model_id
     from ..evaluation.decoding import DenseDecodeError
     from ..evaluation.grid import run_grid
+    from ..evaluation.policies import unbounded
     from ..evaluation.samples import Haystack
     from ..evaluation.table import format_table
     from ..evaluation.work import check_lengths, task_work
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
               "nothing was written", file=sys.stderr)
         return 1
     try:
-        config.replace(threshold=best.threshold).save_pretrained(out)
+        config.replace(threshold=best.threshold, **unbounded(config)).save_pretrained(out)
     except OSError as error:
         raise CommandError(f"{CONFIG_NAME} can't be written to {str(out)!r}: {error}") from error
     print(f"\nthreshold {best.threshold:g} written to {out / CONFIG_NAME}; use it with "

@@ -10,10 +10,11 @@ from .channel_codes import ChannelCodesDigest
 from .cuboid_mean import CuboidMeanDigest
 from .key_bits import KeyBitsDigest
 from .min_max import MinMaxDigest
+from .pages import PagesDigest
 
 DIGESTS: dict[str, type[Digest]] = {
     cls.name: cls
-    for cls in (ChannelCodesDigest, KeyBitsDigest, CuboidMeanDigest, MinMaxDigest, CentroidDigest)
+    for cls in (ChannelCodesDigest, KeyBitsDigest, CuboidMeanDigest, MinMaxDigest, PagesDigest, CentroidDigest)
 }
 
 
@@ -21,10 +22,11 @@ def get_digest(name: str, block_size: int, head_dim: int, **options: Any) -> Dig
     """Build a digest by name.
 
     Args:
-        name: "channel_codes", "key_bits", "cuboid_mean", "min_max" or "centroid".
+        name: "channel_codes", "key_bits", "cuboid_mean", "min_max", "pages" or "centroid".
         block_size: tokens per block.
         head_dim: key head dimension.
-        **options: key_bits takes `bits`; channel_codes takes `group`, `high_fraction` and `drop_fraction`.
+        **options: key_bits takes `bits`; pages takes `logical_size`; channel_codes takes `group`, `high_fraction` and
+            `drop_fraction`.
 
     Raises:
         ValueError: for an unknown name or an option out of range.
@@ -43,5 +45,6 @@ __all__ = [
     "Digest",
     "KeyBitsDigest",
     "MinMaxDigest",
+    "PagesDigest",
     "get_digest",
 ]

@@ -15,11 +15,17 @@ class MinMaxDigest(BoxDigest):
     """
 
     name = "min_max"
+    pages = 1                                               # boxes of a block
 
     def _encode(self, keys: Tensor, row: dict[str, Tensor], skip: Tensor | None) -> dict[str, Tensor]:
-        if skip is None:
-            return {"upper": keys.amax(-2), "lower": keys.amin(-2)}
-        mask, empty = skip.unsqueeze(-1), skip.all(-1, keepdim=True)
-        upper = keys.masked_fill(mask, float("-inf")).amax(-2).masked_fill(empty, 0.0)
-        lower = keys.masked_fill(mask, float("inf")).amin(-2).masked_fill(empty, 0.0)
-        return {"upper": upper, "lower": lower}
+        return keys_box(keys, skip)
+
+
+def keys_box(keys: Tensor, skip: Tensor | None) -> dict[str, Tensor]:
+    """Channel-wise maximum and minimum of keys [..., T, D] over tokens that are not `skip` [..., T]; zeros if all are."""
+    if skip is None:
+        return {"upper": keys.amax(-2), "lower": keys.amin(-2)}
+    mask, empty = skip.unsqueeze(-1), skip.all(-1, keepdim=True)
+    upper = keys.masked_fill(mask, float("-inf")).amax(-2).masked_fill(empty, 0.0)
+    lower = keys.masked_fill(mask, float("inf")).amin(-2).masked_fill(empty, 0.0)
+    return {"upper": upper, "lower": lower}

@@ -7,7 +7,7 @@ sparse step, and `check_sparse` raises where nothing was sparse.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,17 +41,21 @@ class Reading:
 
 
 @torch.no_grad()
-def prefill(model, context: tuple[int, ...], config: PSAConfig, chunk: int | None = None) -> PSACache:
+def prefill(model, context: tuple[int, ...], config: PSAConfig, chunk: int | None = None,
+            prepare: Callable[[PSACache], None] | None = None) -> PSACache:
     """Run a context through a patched model.
 
     Args:
         context: token ids.
         chunk: tokens a forward, which bounds the memory of a long context; None: all at once.
+        prepare: called with the empty cache.
 
     Returns:
         A PSACache that holds the context; fork it for every question.
     """
     cache = PSACache(model.config, config.replace(sparse_queries=False))
+    if prepare is not None:
+        prepare(cache)
     ids = torch.tensor([context], device=model.device)
     for part in ids.split(chunk or len(context), dim=1):
         model(input_ids=part, **{CACHE_ARGUMENT: cache}, use_cache=True, **last_logits(model, 1))
@@ -108,12 +112,14 @@ def answers(model, cache: PSACache, questions: Sequence[Question], dense: bool =
     for length in dict.fromkeys(lengths):
         places = [place for place, other in enumerate(lengths) if other == length]
         asked = [questions[place] for place in places]
-        fork = cache.fork(**(DENSE if dense else {"sparse_queries": True}))
+        # Tokens of one forward see windows of their own, and never a selection that was kept.
+        single = bool(cache.config.streaming_heads) or cache.config.reuse > 1
+        fork = cache.fork(**(DENSE if dense else {"sparse_queries": not single}))
         if len(asked) > 1:
             fork.batch_repeat_interleave(len(asked))
         ids = torch.tensor([question.prompt + question.answer[:-1] for question in asked], device=model.device)
         keep = max(len(question.answer) for question in asked)
-        parts = ids.split(1, dim=1) if not dense and by_kernels(model, fork) else [ids]
+        parts = ids.split(1, dim=1) if not dense and (single or by_kernels(model, fork)) else [ids]
         logits = torch.cat([model(input_ids=part, **{CACHE_ARGUMENT: fork}, use_cache=True,
                                   **last_logits(model, min(keep, part.shape[1]))).logits[:, -keep:] for part in parts], 1)
         if not bool(torch.isfinite(logits[:, -keep:]).all()):
@@ -155,7 +161,7 @@ def check_sparse(stats: dict, config: PSAConfig, tokens: int) -> None:
 
 def can_skip(config: PSAConfig) -> bool:
     """Whether the policy may leave blocks unread at all."""
-    if config.max_blocks is not None:
+    if config.bounds[1] is not None:
         return True
     if config.policy == "threshold":
         return config.threshold < 1.0

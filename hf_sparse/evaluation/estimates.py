@@ -1,14 +1,14 @@
 """Digests of a context, built once for all policies and questions, and what they estimate for many queries at once."""
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from ..config import PSAConfig
 from ..digests import Digest
 from ..kernels.ops import digest_of
-from .policies import LOGICAL_TOKENS, Policy
+from ..kernels.reference.quantise import dequantise_blocks, quantise_blocks
+from .policies import Policy
 
 # Elements of fp32 temporaries of one piece; the results do not depend on it.
 PIECE_ELEMENTS = 1 << 27
@@ -26,23 +26,38 @@ class LayerKeys:
     def __init__(self, keys: Tensor, values: Tensor, energy: Tensor):
         self.keys, self.values, self.energy = keys, values, energy
         self._digests: dict[tuple, tuple[dict, dict]] = {}
+        self._quantised: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
     def length(self) -> int:
         return self.keys.shape[2]
 
-    def digest(self, digest: Digest, key: tuple, sink_tokens: int) -> tuple[dict, dict]:
-        """(unit tensors, row tensors) of all complete units of the context."""
+    def digest(self, digest: Digest, key: tuple, sink_tokens: int, keys: Tensor) -> tuple[dict, dict]:
+        """(unit tensors, row tensors) of all complete units of the context.
+
+        Args:
+            key: by which it is found again. keys: [1, H, N, D], those of the context as they are stored.
+        """
         if key not in self._digests:
             row: dict = {}
             if digest.needs_calibration:
-                rest = self.keys[:, :, sink_tokens:].double()
+                rest = keys[:, :, sink_tokens:].double()
                 mean = rest.mean(2)
                 variance = (rest.square().mean(2) - mean.square()).clamp(min=0)
                 row = digest.calibrate(mean.float(), variance.float(), self.energy)
             units = self.length // digest.unit_tokens
-            self._digests[key] = encode(digest, self.keys[:, :, :units * digest.unit_tokens], row, 0, sink_tokens), row
+            self._digests[key] = encode(digest, keys[:, :, :units * digest.unit_tokens], row, 0, sink_tokens), row
         return self._digests[key]
+
+    def quantised(self, block_size: int, bits: int) -> tuple[Tensor, Tensor]:
+        """Keys [H, N, D] and values [H, N, Dv] whose whole blocks have been quantised; the tokens after them are exact."""
+        key = block_size, bits
+        if key not in self._quantised:
+            keys, values = self.keys[0], self.values[0]
+            whole = self.length // block_size * block_size
+            back = through(keys[:, :whole], values[:, :whole], block_size, bits)
+            self._quantised[key] = tuple(torch.cat([part, exact[:, whole:]], 1) for part, exact in zip(back, (keys, values)))
+        return self._quantised[key]
 
 
 class Estimator:
@@ -54,13 +69,13 @@ class Estimator:
 
     def __init__(self, policy: Policy, head_dim: int):
         config = policy.config
-        self.pages = policy.digest == "pages"
         self.exact = policy.digest == "oracle"
         self.block_size, self.sink_tokens = config.block_size, config.sink_blocks * config.block_size
-        size = LOGICAL_TOKENS if self.pages else config.block_size
-        self.digest = None if self.exact else digest_of(config.digest, size, head_dim, config.key_bits)
-        self.key = (config.digest, size, config.key_bits, self.sink_tokens)
-        self.unit_blocks = 1 if self.exact or self.pages else self.digest.unit_blocks
+        kind = config.digest, config.block_size
+        self.digest = None if self.exact else digest_of(*kind, head_dim, config.key_bits, config.logical_size)
+        self.key = (*kind, config.key_bits, config.logical_size, self.sink_tokens, config.kv_bits)
+        self.config = config
+        self.unit_blocks = 1 if self.exact else self.digest.unit_blocks
 
     @property
     def unit_tokens(self) -> int:
@@ -86,10 +101,7 @@ class Estimator:
         if self.exact:
             return masses[..., :total]
         done = layer.length // self.unit_tokens
-        unit, row = layer.digest(self.digest, self.key, self.sink_tokens)
-        if self.pages:                                      # whole pages of the context
-            kept = done * self.block_size // LOGICAL_TOKENS
-            unit = {name: part[:, :, :kept] for name, part in unit.items()}
+        unit, row = layer.digest(self.digest, self.key, self.sink_tokens, self._stored(layer))
         known = self._score(query.permute(2, 0, 1, 3, 4).reshape(1, H, R * T * G, D), unit, row, softcap)
         parts = [known.view(H, R * T, G, -1).transpose(0, 1)]
         if total > done:
@@ -101,17 +113,27 @@ class Estimator:
             parts.append(late.view(R, H, T, G, -1).transpose(1, 2).flatten(0, 1))
         return torch.cat(parts, -1)
 
+    def _stored(self, layer: LayerKeys) -> Tensor:
+        """Keys [1, H, N, D] of the context as digests find them: at the first decode step, when the tail is still exact."""
+        if self.config.kv_bits == 16:
+            return layer.keys
+        tail = tail_start(layer.length - 1, self.config, self.unit_blocks) * self.block_size
+        keys = layer.quantised(self.block_size, self.config.kv_bits)[0][None]
+        return torch.cat([keys[:, :, :tail], layer.keys[:, :, tail:]], 2)
+
     def _score(self, query: Tensor, unit: dict, row: dict, softcap: float) -> Tensor:
         digest, (R, H, Q, _) = self.digest, query.shape
         units = next(iter(unit.values())).shape[2]
         step = max(1, PIECE_ELEMENTS // (R * H * digest._score_elements(Q)))
         out = [digest._score(query, {name: part[:, :, low:low + step] for name, part in unit.items()}, row, softcap)
                for low in range(0, units, step)]
-        out = torch.cat(out, -1) if out else query.new_empty(R, H, Q, 0)
-        if self.pages:                                      # a page is worth its best logical page
-            pages = self.block_size // LOGICAL_TOKENS
-            out = out.unflatten(-1, (-1, pages)).amax(-1) + math.log(pages)
-        return out
+        return torch.cat(out, -1) if out else query.new_empty(R, H, Q, 0)
+
+
+def tail_start(last: int, config: PSAConfig, unit_blocks: int) -> int:
+    """First block that is always read beside the sink, where the newest token is in place `last`."""
+    P = config.block_size
+    return max(min(last // (P * unit_blocks) * unit_blocks, last // P - config.recent_blocks), config.sink_blocks)
 
 
 def encode(digest: Digest, keys: Tensor, row: dict, first: int, sink_tokens: int) -> dict:
@@ -120,3 +142,11 @@ def encode(digest: Digest, keys: Tensor, row: dict, first: int, sink_tokens: int
     keys = keys.unflatten(2, (-1, digest.unit_tokens))
     skip = (token < sink_tokens).view(1, 1, -1, digest.unit_tokens)
     return digest.encode(keys, row, skip)
+
+
+def through(keys: Tensor, values: Tensor, block_size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [..., n * P, D or Dv] after being quantised in blocks of P tokens, in the dtype of the keys."""
+    keys, values = (part.unflatten(-2, (-1, block_size)) for part in (keys, values))
+    packed = quantise_blocks(keys, values, bits)
+    back = dequantise_blocks(packed, block_size, keys.shape[-1], values.shape[-1], bits, keys.dtype)
+    return back[0].flatten(-3, -2), back[1].flatten(-3, -2)

@@ -16,9 +16,10 @@ from .cells import BLOCK_BINS, MASS_BINS, AnswerScore, Cell, CellFile, sample_id
 from .decoding import answers, divergence, prefill
 from .estimates import DENSE_BYTES, Estimator
 from .generated import FreeQuestion, generate_answer
-from .policies import Policy, parse_policy
+from .policies import Policy, Profile, parse_policy, with_heads
 from .samples import Question, Sample
-from .simulated import Context, Found, simulate, simulate_generation
+from .simulated import Context, Found, check_heads, simulate, simulate_generation
+from .windowed import sees_window, windowed_prefill
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Progress:
 class Simulator:
     """Answers of one context by simulation (`simulated.py`).
 
+    The context is prefilled once, and once more for each choice of streaming heads whose window it doesn't fit in.
+
     Args:
         context_ids: token ids. prefill_chunk: tokens a prefill forward; None: all at once.
         config: of the first policy that will be asked for.
@@ -46,18 +49,30 @@ class Simulator:
     simulated = True
 
     def __init__(self, model, tokenizer, context_ids: tuple[int, ...], prefill_chunk: int | None, config: PSAConfig):
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.context_ids, self.prefill_chunk = model, tokenizer, context_ids, prefill_chunk
         self.context = Context(prefill(model, context_ids, PSAConfig(min_context=0), prefill_chunk))
+        self.windowed: dict[tuple, Context] = {}
 
     def teacher_forced(self, questions: Sequence[Question], policy: Policy) -> tuple[list[torch.Tensor], dict]:
         """Log-probabilities of each gold answer, and fields of `Cell`."""
-        log_probs, found = simulate(self.model, self.context, questions, policy)
+        log_probs, found = simulate(self.model, self._context(policy), questions, policy)
         return log_probs, self._fields([found], policy)
 
     def generated(self, questions: Sequence[FreeQuestion], policy: Policy) -> tuple[list[str], dict]:
         """Answers as text, and fields of `Cell`."""
-        done = [simulate_generation(self.model, self.tokenizer, self.context, question, policy) for question in questions]
+        context = self._context(policy)
+        done = [simulate_generation(self.model, self.tokenizer, context, question, policy) for question in questions]
         return [text for text, _ in done], self._fields([found for _, found in done], policy)
+
+    def _context(self, policy: Policy) -> Context:
+        config = policy.config
+        if not sees_window(config, len(self.context_ids)):
+            return self.context
+        check_heads(policy, self.context)
+        key = config.streaming_heads, config.streaming_sink, config.streaming_prefill_window
+        if key not in self.windowed:
+            self.windowed[key] = Context(windowed_prefill(self.model, self.context_ids, config, self.prefill_chunk))
+        return self.windowed[key]
 
     def _fields(self, found: list[Found], policy: Policy) -> dict:
         whole = found[0] if len(found) == 1 else Found.joined(found)
@@ -86,8 +101,9 @@ class Decoder:
         return [answer.text for answer in done], self._fields([answer.stats for answer in done], policy)
 
     def _cache(self, policy: Policy) -> PSACache:
-        # Policies that differ in what is stored need a prefill of their own; dense attention reads what there is.
-        if not policy.dense and storage(self.cache.config) != storage(policy.config):
+        # Policies that differ in what is stored need a prefill of their own; dense attention reads what there is, if that is exact.
+        same = is_exact(self.cache.config) if policy.dense else storage(self.cache.config) == storage(policy.config)
+        if not same:
             self.cache = None                               # its memory is free again before the next one takes any
             self.cache = prefill(self.model, self.context_ids, policy.config, self.prefill_chunk)
         if policy.dense or self.cache.config == policy.config:
@@ -103,15 +119,23 @@ class Decoder:
             if entry["reading"] != policy.reading:
                 raise ValueError(f"policy {policy.name!r} was decoded by {entry['reading']!r} where {policy.reading!r} was to "
                                  "be expected; see the warnings of the cache for what its kernels lack")
+        fields = {"blocks_read": read, "blocks_held": held, "hbm_fraction": None,
+                  "coverage": sum(entry["coverage"] for entry in together) / len(together)}
+        if not is_exact(policy.config) or policy.config.reuse > 1:       # how many bytes these read, only a simulation knows
+            return fields
         layer = self.cache.sparse_layers[0]
         digest = Estimator(policy, layer.key_dim).bytes_per_token() / (DENSE_BYTES * (layer.key_dim + layer.value_dim))
-        return {"blocks_read": read, "blocks_held": held, "hbm_fraction": read / held + digest,
-                "coverage": sum(entry["coverage"] for entry in together) / len(together)}
+        return {**fields, "hbm_fraction": read / held + digest}
 
 
 def storage(config: PSAConfig) -> dict:
     """The fields that forks of a cache share."""
     return {name: value for name, value in config.to_dict().items() if name not in FORK_FIELDS}
+
+
+def is_exact(config: PSAConfig) -> bool:
+    """Whether a cache holds every key and value as the model made it."""
+    return config.kv_bits == 16 and not config.streaming_heads
 
 
 def as_decoded(policy: Policy, model) -> Policy:
@@ -133,7 +157,7 @@ def as_decoded(policy: Policy, model) -> Policy:
 
 def run_grid(model, tokenizer, work: Sequence[tuple[int, Sample]], policies: Sequence[Policy], cells: CellFile,
              prefill_chunk: int | None = None, simulated: bool = True, deadline: float | None = None,
-             progress: Callable[[Progress], None] | None = None) -> bool:
+             progress: Callable[[Progress], None] | None = None, heads: Profile | None = None) -> bool:
     """Measure every policy on every sample that `cells` doesn't hold yet.
 
     Args:
@@ -143,15 +167,18 @@ def run_grid(model, tokenizer, work: Sequence[tuple[int, Sample]], policies: Seq
         simulated: compute what policies read and lose for all tokens at once; False: decode with the cache's own sparse step.
         deadline: `time.monotonic()` after which nothing new is begun.
         progress: called before each cell.
+        heads: says which KV heads stream in policies with a share of them; see `policies.with_heads`.
 
     Returns:
         Whether everything is done; False: the deadline came first.
 
     Raises:
         ValueError: cells that were measured with other settings, policies that `as_decoded` refuses without `simulated`;
-            nothing has been measured then. Or a step of the cache that read otherwise than it was to.
+            nothing has been measured then. Or streaming heads that are not known, or not the model's, or a step of the cache
+            that read otherwise than it was to.
         DenseDecodeError, FloatingPointError: see `simulate` and `answer`; finished cells are kept.
     """
+    policies = with_heads(policies, heads)
     if not simulated:
         policies = [as_decoded(policy, model) for policy in policies]
     dense = next((policy for policy in policies if policy.dense), None) or parse_policy("dense")

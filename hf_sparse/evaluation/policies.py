@@ -2,17 +2,21 @@
 
     NAME[@VALUE][/WORD ...][/FIELD=VALUE ...]
 
-NAME: "dense"; "psa" (VALUE: threshold), "topk" and "topp" (VALUE: share of the blocks or number of them; estimated mass), all
-three with the default digest; "oracle" (ranked by the exact masses; VALUE: threshold); "quest", "arkvale" and "lserve", fixed
-budgets with the digests and page sizes of these papers (VALUE: share of the blocks up to 1, or tokens).
+NAME: "dense"; "psa" (VALUE: threshold, with no bounds on the number of blocks but those that are given), "topk" and "topp"
+(VALUE: share of the blocks or number of them; estimated mass), all three with the default digest; "oracle" (ranked by the
+exact masses; VALUE: threshold); "quest", "arkvale" and "lserve", fixed budgets with the digests and page sizes of these papers
+(VALUE: share of the blocks up to 1, or tokens).
 
 WORD: a digest ("channel_codes", "key_bits", "cuboid_mean", "min_max", "centroid", "pages", "oracle") or a stop rule
 ("estimate", "window", "nleft", "paper", "true"), and "rounds" or "cut": whether the rule is checked between rounds of blocks,
 as the PyTorch reference does, or all blocks above a cut are read, as the kernels do.
 
-FIELD: any field of PSAConfig that says how blocks are chosen or digested, and "reuse": tokens that share one selection.
+FIELD: any field of PSAConfig that says how blocks are chosen, digested or stored (reuse=4, kv_bits=8,
+streaming_heads=LAYER:HEAD+LAYER:HEAD), and "streaming": the share of the KV heads that stream, those that need the whole context
+least, which a profile of the model knows (`with_heads`).
 
-"psa@0.9/cuboid_mean/window", "topk@0.3/cuboid_mean", "psa/block_size=64", "lserve@4096", "oracle@0.95", "psa@0.85/reuse=4".
+"psa@0.9/cuboid_mean/window", "topk@0.3/cuboid_mean", "psa/block_size=64", "oracle@0.95", "psa@0.85/reuse=4",
+"lserve@4096/streaming=0.5/kv_bits=4/reuse=4", "dense/kv_bits=8".
 The stop rule "true" and the digest "oracle" know what no implementation can: they are bounds, to compare with.
 """
 from __future__ import annotations
@@ -23,21 +27,24 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..config import DIGESTS, STOP_RULES, PSAConfig
 
-PAGE_TOKENS, LOGICAL_TOKENS = 64, 16                        # LServe (arXiv 2502.14866): pages are read, logical pages digested
+PAGE_TOKENS = 64                                            # LServe (arXiv 2502.14866)
 QUEST_TOKENS = 16                                           # Quest (arXiv 2406.10774)
-SIMULATED_DIGESTS = ("pages", "oracle")
+SIMULATED_DIGESTS = ("oracle",)
 RULES = (*STOP_RULES, "true")
 READINGS = ("rounds", "cut")
 TOKEN_LEVEL = ("channel_codes", "key_bits", "oracle")
-FIELDS = ("threshold", "policy", "digest", "key_bits", "stop_rule", "stop_window", "group_stop", "group_reduction",
+FIELDS = ("threshold", "policy", "digest", "key_bits", "logical_size", "stop_rule", "stop_window", "group_stop", "group_reduction",
           "block_size", "sink_blocks", "recent_blocks", "min_blocks", "max_blocks", "top_k", "top_p", "round_blocks", "round_growth",
-          "dense_layers")
+          "dense_layers", "reuse", "reuse_refresh", "kv_bits", "streaming_heads", "streaming_sink", "streaming_window",
+          "streaming_prefill_window")
 
 NAMES: dict[str, tuple[str | None, dict]] = {               # what VALUE sets, and the settings
-    "dense": (None, {"policy": "threshold", "threshold": 1.0, "min_blocks": 0, "max_blocks": None}),
+    "dense": (None, {"policy": "threshold", "threshold": 1.0, "min_blocks": 0, "max_blocks": None, "reuse": 1, "kv_bits": 16,
+                     "streaming_heads": ()}),
     "psa": ("threshold", {}),
     "topk": ("top_k", {"policy": "top_k"}),
     "topp": ("top_p", {"policy": "top_p"}),
@@ -56,11 +63,11 @@ class Policy:
     Args:
         name: as it was asked for; identifies the policy in results.
         config: settings of the sparse cache; where `digest` or `stop_rule` is none of the library's, the nearest.
-        digest: what blocks are ranked by: a digest of the library, "pages" or "oracle".
+        digest: what blocks are ranked by: a digest of the library or "oracle".
         stop_rule: a stop rule of the library, or "true" (the mass that really is left).
         reading: "rounds" or "cut".
-        reuse: tokens that share one selection.
         reading_given: whether the name says how blocks are read; else it is what the kernels do, where they can.
+        streaming: share of the KV heads that stream; which these are is in the config once a profile has said it.
     """
 
     name: str
@@ -68,18 +75,29 @@ class Policy:
     digest: str
     stop_rule: str
     reading: str
-    reuse: int = 1
     reading_given: bool = False
+    streaming: float = 0.0
 
     @property
     def dense(self) -> bool:
+        """Whether this is exact attention, what the others are compared with."""
+        return self.reads_all and self.config.kv_bits == 16 and not self.streams
+
+    @property
+    def streams(self) -> bool:
+        """Whether some KV heads stream."""
+        return bool(self.streaming or self.config.streaming_heads)
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether KV heads that don't stream read every block."""
         config = self.config
-        return config.policy == "threshold" and config.threshold == 1.0 and config.max_blocks is None
+        return config.policy == "threshold" and config.threshold == 1.0 and config.bounds[1] is None
 
     @property
     def real(self) -> bool:
         """Whether a PSACache can decode like this; the rest is simulated only."""
-        return self.digest in DIGESTS and self.stop_rule in STOP_RULES and self.reuse == 1
+        return self.digest in DIGESTS and self.stop_rule in STOP_RULES
 
     @property
     def threshold(self) -> float | None:
@@ -89,7 +107,51 @@ class Policy:
     def to_dict(self) -> dict:
         """JSON-ready; equal for policies that choose the same blocks, whatever they are called."""
         config = {name: value for name, value in self.config.to_dict().items() if name in FIELDS}
-        return {**config, "digest": self.digest, "stop_rule": self.stop_rule, "reading": self.reading, "reuse": self.reuse}
+        config["min_blocks"], config["max_blocks"] = self.config.bounds
+        out = {**config, "digest": self.digest, "stop_rule": self.stop_rule, "reading": self.reading}
+        # Only where they say something, so that results from before they existed still count.
+        if self.config.reuse == 1:
+            del out["reuse_refresh"]
+        if self.digest != "pages" or self.config.logical_size == 16:
+            del out["logical_size"]
+        if self.config.kv_bits == 16:
+            del out["kv_bits"]
+        if not self.streams:
+            for name in (name for name in FIELDS if name.startswith("streaming_")):
+                del out[name]
+        elif self.streaming:
+            out["streaming"] = self.streaming
+        return out
+
+
+class Profile(Protocol):
+    """What knows which KV heads of a model need the whole context least."""
+
+    def streaming(self, *, sparsity: float) -> Sequence[tuple[int, int]]:
+        """(layer of the model, KV head) of this share of the KV heads."""
+
+
+def with_heads(policies: Sequence[Policy], profile: Profile | None) -> list[Policy]:
+    """Policies whose `streaming` share has become `streaming_heads`; the others as they are.
+
+    Raises:
+        ValueError: there is such a share and no profile, it is less than one head, or it doesn't go with the other settings.
+    """
+    out = []
+    for policy in policies:
+        if policy.streaming:
+            if profile is None:
+                raise ValueError(f"policy {policy.name!r}: which heads stream is a matter of the model; give a profile of its heads "
+                                 "(--heads FILE), or name them (streaming_heads=LAYER:HEAD+...)")
+            heads = tuple(profile.streaming(sparsity=policy.streaming))
+            if not heads:
+                raise ValueError(f"policy {policy.name!r}: that share is less than one of the model's KV heads")
+            try:
+                policy = dataclasses.replace(policy, config=policy.config.replace(streaming_heads=heads))
+            except ValueError as error:
+                raise ValueError(f"policy {policy.name!r}: {error}") from error
+        out.append(policy)
+    return out
 
 
 def parse_policies(text: str | Sequence[str], base: PSAConfig | None = None) -> list[Policy]:
@@ -119,7 +181,7 @@ def parse_policy(text: str, base: PSAConfig | None = None) -> Policy:
     if head not in NAMES:
         raise ValueError(f"policy {text!r}: there is no policy {head!r}{_closest(head, NAMES)}; choose from {', '.join(NAMES)}")
     meaning, settings = NAMES[head]
-    settings, reading, reuse, rule_given = dict(settings), None, 1, False
+    settings, streaming, reading, rule_given = dict(settings), 0.0, None, False
     for word in words:
         word, late = _value(text, word)
         key, separator, setting = word.partition("=")
@@ -127,8 +189,8 @@ def parse_policy(text: str, base: PSAConfig | None = None) -> Policy:
             if value is not None:
                 raise ValueError(f"policy {text!r} has two values (@); give one")
             value = late
-        if separator and key == "reuse":
-            reuse = _integer(text, key, setting)
+        if separator and key == "streaming":
+            streaming = _share(text, key, setting)
         elif separator:
             settings[key] = _field(text, key, setting)
             rule_given |= key == "stop_rule"
@@ -145,11 +207,25 @@ def parse_policy(text: str, base: PSAConfig | None = None) -> Policy:
     if settings.get("digest") == "pages":                   # before a budget of tokens is counted in blocks
         settings.setdefault("block_size", PAGE_TOKENS)
     _set_value(text, head, meaning, settings, DEFAULT_VALUES.get(head) if value is None else value, base)
-    return _build(text, settings, reading, reuse, rule_given, base)
+    if streaming and settings.get("streaming_heads"):
+        raise ValueError(f"policy {text!r}: give streaming or streaming_heads, not both")
+    return _build(text, settings, streaming, reading, rule_given, base)
 
 
-def _build(text, settings, reading, reuse, rule_given, base) -> Policy:
+def unbounded(config: PSAConfig) -> dict:
+    """Settings that leave a config's bounds on the number of blocks as they are given, and none where they are "auto"."""
+    found = {}
+    if config.min_blocks == "auto":
+        found["min_blocks"] = 0
+    if config.max_blocks == "auto":
+        found["max_blocks"] = None
+    return found
+
+
+def _build(text, settings, streaming, reading, rule_given, base) -> Policy:
     base = base or PSAConfig()
+    if "threshold" in settings:                             # asked for by itself: with no bounds but those that are given
+        settings = {**unbounded(base), **settings}
     digest = settings.get("digest", base.digest)
     rule = settings.get("stop_rule", base.stop_rule)
     if rule == "estimate" and not rule_given and digest not in TOKEN_LEVEL:
@@ -157,12 +233,7 @@ def _build(text, settings, reading, reuse, rule_given, base) -> Policy:
     if rule == "estimate" and digest not in TOKEN_LEVEL and settings.get("policy", base.policy) == "threshold":
         raise ValueError(f"policy {text!r}: stop rule 'estimate' needs a digest that estimates mass token by token "
                          f"({', '.join(TOKEN_LEVEL)}), not {digest!r}; use window, nleft, paper or true")
-    if digest == "pages":
-        size = settings["block_size"]
-        if size % LOGICAL_TOKENS:
-            raise ValueError(f"policy {text!r}: digest 'pages' is made of logical pages of {LOGICAL_TOKENS} tokens, so "
-                             f"block_size must be a multiple of them, not {size}")
-    library = {"digest": {"pages": "min_max", "oracle": "channel_codes"}.get(digest, digest),
+    library = {"digest": "channel_codes" if digest == "oracle" else digest,
                "stop_rule": "window" if rule == "true" else rule}
     try:
         config = base.replace(**{**settings, **library})
@@ -173,13 +244,13 @@ def _build(text, settings, reading, reuse, rule_given, base) -> Policy:
     if reading is None:
         cut = rule == "estimate" and config.policy == "threshold" or config.policy == "top_p"
         reading = "cut" if cut and digest in TOKEN_LEVEL else "rounds"
-        return Policy(text, config, digest, rule, reading, reuse)
+        return Policy(text, config, digest, rule, reading, streaming=streaming)
     if reading == "cut" and digest not in TOKEN_LEVEL:
         raise ValueError(f"policy {text!r}: a cut needs a digest that estimates mass token by token "
                          f"({', '.join(TOKEN_LEVEL)}), not {digest!r}")
     if reading == "cut" and config.policy == "threshold" and rule != "estimate":
         raise ValueError(f"policy {text!r}: a cut goes by estimates, stop rule {rule!r} does not; leave out 'cut'")
-    return Policy(text, config, digest, rule, reading, reuse, reading_given=True)
+    return Policy(text, config, digest, rule, reading, reading_given=True, streaming=streaming)
 
 
 def _value(text: str, part: str) -> tuple[str, float | int | None]:
@@ -214,8 +285,11 @@ def _set_value(text, head, meaning, settings, value, base) -> None:
 
 def _field(text: str, key: str, setting: str):
     if key not in FIELDS:
-        raise ValueError(f"policy {text!r}: {key!r} can't be set here{_closest(key, FIELDS)}; choose from reuse, "
-                         f"{', '.join(FIELDS)}")
+        known = ("streaming", *FIELDS)
+        raise ValueError(f"policy {text!r}: {key!r} can't be set here{_closest(key, known)}; choose from {', '.join(known)}")
+    if key == "streaming_heads":
+        pairs = [part.partition(":") for part in setting.split("+") if part]
+        return tuple((_integer(text, key, layer), _integer(text, key, head)) for layer, _, head in pairs)
     if key == "dense_layers":
         return tuple(_integer(text, key, part) for part in setting.split("+") if part)
     kind = {field.name: str(field.type) for field in dataclasses.fields(PSAConfig)}[key]
@@ -227,9 +301,19 @@ def _field(text: str, key: str, setting: str):
         raise ValueError(f"policy {text!r}: {key}={setting!r} is not a number") from None
 
 
+def _share(text: str, key: str, setting: str) -> float:
+    try:
+        share = float(setting)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"policy {text!r}: {key} takes a share from 0 to 1, got {setting!r}")
+    return share
+
+
 def _integer(text: str, key: str, setting: str) -> int:
-    if not setting.isdigit() or key == "reuse" and int(setting) < 1:
-        raise ValueError(f"policy {text!r}: {key} takes whole numbers{' from 1 on' if key == 'reuse' else ''}, got {setting!r}")
+    if not setting.isdigit():
+        raise ValueError(f"policy {text!r}: {key} takes whole numbers, got {setting!r}")
     return int(setting)
 
 

@@ -20,12 +20,14 @@ from ..cache.handle import Pending
 from ..cache.layer import PSALayer
 from ..cache.psa_cache import PSACache
 from ..compat import CACHE_ARGUMENT
-from .choosing import Seen, choose
+from .choosing import Seen, candidate_blocks, choose
 from .decoding import DenseDecodeError, last_logits
-from .estimates import DENSE_BYTES, Estimator, LayerKeys
+from .estimates import Estimator, LayerKeys, tail_start
 from .generated import FreeQuestion, cut
-from .policies import Policy
+from .policies import TOKEN_LEVEL, Policy
+from .reuse import Reuse
 from .samples import Question
+from .stored import Stored
 
 # fp32 logits held at a time; results do not depend on it.
 LOGIT_ELEMENTS = 1 << 28
@@ -77,7 +79,8 @@ class Found:
         self.block_size = 0
 
     def record(self, layer: int, *figures: Tensor) -> None:
-        """read [B, H], held [B], mass [B, H, G], coverage [B, H, G] and scanned [B] of B tokens, see `layers`."""
+        """read [B, H], held [B], mass [B, H, G], coverage [B, H, G], scanned [B, H] and kv_bytes [B, H] of B tokens, see
+        `Layer`."""
         self._parts.setdefault(layer, []).append(figures)
 
     @classmethod
@@ -99,32 +102,47 @@ class Found:
 
         Returns:
             blocks_read and blocks_held (summed over tokens, KV heads and layers), kv_fraction, coverage (estimated) and
-            coverage_true (means), hbm_fraction (bytes read of digests, keys and values over those of all keys and values),
-            sparse_steps (tokens).
+            coverage_true (means), hbm_fraction (bytes read of digests, keys and values over those of all keys and values, at
+            16 bits), selected (share of tokens and KV heads that ranked blocks), sparse_steps (tokens).
         """
         layers = self.layers()
         heads = layers[0].read.shape[1]
-        figures = torch.stack([torch.stack([layer.read.double().sum(), layer.held.double().sum() * heads,
-                                            layer.scanned.double().sum() * heads, layer.coverage.double().mean(),
-                                            layer.mass.double().mean()]) for layer in layers])
-        read, held, scanned = figures[:, :3].sum(0).tolist()
-        coverage, mass = figures[:, 3:].mean(0).tolist()
-        hbm = read / held + scanned * self.digest_bytes / (held * self.block_size * self.dense_bytes)
+        figures = torch.stack([torch.stack([
+            layer.read.double().sum(), layer.held.double().sum() * heads, layer.scanned.double().sum(),
+            layer.kv_bytes.double().sum(), layer.coverage.double().mean(), layer.mass.double().mean(),
+            (layer.scanned > 0).double().mean()]) for layer in layers])
+        read, held, scanned, kv_bytes = figures[:, :4].sum(0).tolist()
+        coverage, mass, selected = figures[:, 4:].mean(0).tolist()
+        hbm = (kv_bytes + scanned * self.digest_bytes) / (held * self.block_size * self.dense_bytes)
         return {"sparse_steps": layers[0].held.shape[0], "blocks_read": read, "blocks_held": held, "kv_fraction": read / held,
-                "hbm_fraction": hbm, "coverage": coverage, "coverage_true": mass}
+                "hbm_fraction": hbm, "coverage": coverage, "coverage_true": mass, "selected": selected}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """read [B, H] and held [B]: blocks. mass [B, H, G]: true share of the attention mass that was gathered (sinks of the model
-    count as gathered); coverage: the same as estimated (of a reused selection: of the one that the token would have made
-    itself). scanned [B]: tokens whose digests were read."""
+    """read [B, H] and held [B]: blocks (those of a streaming head: tokens over tokens a block). mass [B, H, G]: true share of the
+    attention mass that was gathered (sinks of the model count as gathered; from the keys as they are stored); coverage: the same
+    as estimated (of a reused selection: of the one that the token would have made itself). scanned [B, H]: tokens whose digests
+    were read. kv_bytes [B, H]: bytes of the keys and values that were read."""
 
     read: Tensor
     held: Tensor
     mass: Tensor
     coverage: Tensor
     scanned: Tensor
+    kv_bytes: Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which blocks there are at each of B tokens: lengths, total and start (first block of the always-read tail) [B]; exists and
+    forced bool [B, columns]."""
+
+    lengths: Tensor
+    total: Tensor
+    start: Tensor
+    exists: Tensor
+    forced: Tensor
 
 
 class SimulatedLayer:
@@ -141,11 +159,18 @@ class SimulatedLayer:
 
     def __init__(self, layer: LayerKeys, policy: Policy, index: int, found: Found):
         self.layer, self.policy, self.found, self.index = layer, policy, found, index
-        self.dense = policy.dense or index in policy.config.dense_layers
+        self.dense = policy.reads_all or index in policy.config.dense_layers
         self.estimator = Estimator(policy, layer.keys.shape[-1])
+        mine = [head for place, head in policy.config.streaming_heads if place == index]
+        self.streaming: Tensor | None = None                # bool [H]
+        if mine:
+            self.streaming = torch.zeros(layer.keys.shape[1], dtype=torch.bool)
+            self.streaming[mine] = True
+            self.streaming = self.streaming.to(layer.keys.device)
+        self.stored = Stored(policy, layer, self.streaming)
         self.counted: Callable[[int, int], Tensor] | None = None
         self.keys = self.values = None                      # the rows' own tokens, [R, H, A, D]
-        self.kept = None                                    # reuse: the present selection [R, H, N] and its tail [R]
+        self.reuse = Reuse(policy.config, policy.digest in TOKEN_LEVEL) if policy.config.reuse > 1 else None
 
     def attend(self, query, pending: Pending, valid, mask, scaling: float, softcap: float, sinks, dense_step):
         """See `PSALayer.attend`: query [R, Hq, T, D] -> [R, Hq, T, Dv]."""
@@ -157,7 +182,7 @@ class SimulatedLayer:
         rows, tokens = query.shape[0], query.shape[2]
         size = query.shape[1] * tokens * (self.layer.length + self.keys.shape[2])
         step = max(1, LOGIT_ELEMENTS // size)
-        if self.policy.reuse > 1:
+        if self.reuse is not None:                          # which knows the rows by their numbers
             step = rows
         parts = [self._attend(query[low:low + step], slice(low, low + step), self.counted(low, min(low + step, rows)), scaling,
                               softcap, sinks) for low in range(0, rows, step)]
@@ -173,90 +198,102 @@ class SimulatedLayer:
         sinks = None if sinks is None else sinks.float().view(H, G)
         q = query.float().mul(scaling).unflatten(1, (H, G)).permute(0, 3, 1, 2, 4)                       # [R, T, H, G, D]
         columns = -(-(N0 + A) // P)
+        places = self._places(N0 + A - T, T, R, columns, q.device)
         logits = torch.full((B, H, G, columns * P), -math.inf, device=q.device)
-        logits[..., :N0] = torch.einsum("bhgd,hnd->bhgn", q.flatten(0, 1), layer.keys[0].float())
+        logits[..., :N0] = torch.einsum("bhgd,hnd->bhgn", q.flatten(0, 1), self.stored.keys.float())
         own = torch.einsum("rthgd,rhad->rthga", q, new_keys)
         place = torch.arange(A - T, A, device=q.device)
         logits[..., N0:N0 + A] = own.flatten(0, 1)
+        mending = None
+        if config.kv_bits < 16:
+            exact = places.forced[:, None].expand(-1, H, -1)
+            exact = exact if self.streaming is None else exact | self.streaming[:, None]
+            tail = tail_start(N0 + A - T, config, self.estimator.unit_blocks)
+            mending = self.stored.mend_logits(logits, q, exact, new_keys, new_values, tail)
         if softcap:
             logits[..., :N0 + A] = softcap * torch.tanh(logits[..., :N0 + A] / softcap)
         ahead = torch.arange(A, device=q.device) > place[:, None]                                       # [T, A]
         logits[..., N0:N0 + A].masked_fill_(ahead.repeat(R, 1)[:, None, None], -math.inf)
 
-        lengths = (N0 + 1 + place).repeat(R)
-        total = (lengths + P - 1) // P
-        block = torch.arange(columns, device=q.device)
-        exists = block < total[:, None]
         masses = logits.unflatten(-1, (columns, P)).logsumexp(-1)
         everything = masses.logsumexp(-1)
         coverage = None
         if self.dense:
-            chosen = exists[:, None].expand(-1, H, -1)
-            scanned = torch.zeros_like(lengths)
+            chosen, scanned = places.exists[:, None].expand(-1, H, -1), torch.zeros(B, H, dtype=torch.long, device=q.device)
         else:
-            chosen, coverage, scanned = self._choose(q, masses, lengths, total, exists, softcap, sinks, new_keys, R)
+            chosen, coverage, scanned = self._choose(q, masses, places, softcap, sinks, new_keys, R)
+        read = chosen.sum(-1)
+        whole, packed = self.stored.block_bytes()
+        kv_bytes = read * packed + (chosen & places.forced[:, None]).sum(-1) * (whole - packed)
         captured = torch.where(chosen[:, :, None], masses, -math.inf).logsumexp(-1)
-        self._record(counted, chosen, total, captured, everything, coverage, sinks, scanned, D)
+        if self.streaming is not None:
+            near = self._near(places.lengths, columns * P)
+            logits.masked_fill_(~near[:, None, None] & self.streaming[:, None, None], -math.inf)
+            chosen = chosen | self.streaming[:, None]
+            captured = torch.where(self.streaming[:, None], logits.logsumexp(-1), captured)
+            tokens = near.sum(-1, keepdim=True)
+            read = torch.where(self.streaming, tokens / P, read)
+            kv_bytes = torch.where(self.streaming, tokens * (whole // P), kv_bytes)
+            scanned = scanned.masked_fill(self.streaming, 0)
+            if coverage is not None:
+                coverage = coverage.masked_fill(self.streaming[:, None], 1.0)
+        self._record(counted, read, places.total, captured, everything, coverage, sinks, scanned, kv_bytes)
 
         weights = logits.unflatten(-1, (columns, P)).masked_fill_(~chosen[:, :, None, :, None], -math.inf).flatten(-2)
         weights = weights.sub_(captured[..., None]).exp_()
-        output = torch.einsum("bhgn,hnd->bhgd", weights[..., :N0], layer.values[0].float()).unflatten(0, (R, T))
+        output = torch.einsum("bhgn,hnd->bhgd", weights[..., :N0], self.stored.values.float()).unflatten(0, (R, T))
         output += torch.einsum("rthga,rhad->rthgd", weights[..., N0:N0 + A].unflatten(0, (R, T)), new_values)
+        if mending is not None:
+            output += mending.output(weights, R)
         if sinks is not None:
             output = output * torch.sigmoid(captured - sinks)[..., None].unflatten(0, (R, T))
         return output.permute(0, 2, 3, 1, 4).flatten(1, 2).to(query.dtype)
 
-    def _choose(self, q, masses, lengths, total, exists, softcap, sinks, new_keys, R: int):
-        """Blocks that are attended to [B, H, N], estimated coverage [B, H, G], tokens whose digests were read [B]."""
-        config, estimator, P = self.policy.config, self.estimator, self.policy.config.block_size
-        ub = estimator.unit_blocks
-        last = lengths - 1
+    def _places(self, first: int, tokens: int, rows: int, columns: int, device) -> Places:
+        """Of `tokens` tokens from place `first` on, of all rows."""
+        config, P, ub = self.policy.config, self.policy.config.block_size, self.estimator.unit_blocks
+        last = torch.arange(first, first + tokens, device=device).repeat(rows)
         start = torch.minimum(last // (P * ub) * ub, last // P - config.recent_blocks).clamp(min=config.sink_blocks)
-        block = torch.arange(masses.shape[-1], device=masses.device)
+        block = torch.arange(columns, device=device)
+        exists = block <= (last // P)[:, None]
         forced = exists & ((block < config.sink_blocks) | (block >= start[:, None]))
+        return Places(last + 1, last // P + 1, start, exists, forced)
+
+    def _near(self, lengths: Tensor, columns: int) -> Tensor:
+        """Tokens that a streaming head reads, bool [B, columns]."""
+        place, config = torch.arange(columns, device=lengths.device), self.policy.config
+        near = (place < config.streaming_sink) | (place >= lengths[:, None] - config.streaming_window)
+        return near & (place < lengths[:, None])
+
+    def _choose(self, q, masses, places: Places, softcap, sinks, new_keys, R: int):
+        """Blocks that are attended to [B, H, N], estimated coverage [B, H, G], tokens whose digests were read [B, H]."""
+        estimator, forced, H = self.estimator, places.forced, masses.shape[1]
         forced_mass = torch.where(forced[:, None, None], masses, -math.inf).logsumexp(-1)
         estimate = estimator.score(q, self.layer, new_keys, masses, softcap)
         ranked = estimate.shape[-1]
+        scanned = ((places.lengths - 1) // estimator.unit_tokens * estimator.unit_tokens)[:, None].expand(-1, H)
         if ranked == 0:
-            return forced[:, None].expand(-1, masses.shape[1], -1), torch.ones_like(forced_mass), torch.zeros_like(lengths)
-        seen = Seen(estimate, masses[..., :ranked], forced_mass, sinks, lengths, start, forced.sum(1), total)
+            return forced[:, None].expand(-1, H, -1), torch.ones_like(forced_mass), torch.zeros_like(scanned)
+        seen = Seen(estimate, masses[..., :ranked], forced_mass, sinks, places.lengths, places.start, forced.sum(1), places.total)
         chosen, coverage = choose(self.policy, seen)
+        if self.reuse is not None:
+            always = forced_mass if sinks is None else torch.logaddexp(forced_mass, sinks)
+            ranked_by = torch.where(candidate_blocks(self.policy, seen), estimate, -math.inf)
+            chosen, fresh = self.reuse(chosen, places.start, seen.masses, always, ranked_by, R)
+            scanned = scanned * fresh
         chosen = torch.nn.functional.pad(chosen, (0, masses.shape[-1] - ranked))
-        scanned = last // (P * ub) * (P * ub)
-        if self.policy.reuse > 1:
-            chosen, forced, scanned = self._reuse(chosen, forced, start, exists, scanned, R)
         return chosen | forced[:, None], coverage, scanned
 
-    def _reuse(self, chosen, forced, start, exists, scanned, R: int):
-        """The selection of every `reuse`-th token for those after it; what has left the tail since stays read."""
-        reuse, T = self.policy.reuse, chosen.shape[0] // R
-        first = self.keys.shape[2] - T                      # tokens before these
-        chosen, start, scanned = (x.unflatten(0, (R, T)) for x in (chosen, start, scanned))
-        if self.kept is not None and first % reuse:
-            old, tail = self.kept
-            old = torch.nn.functional.pad(old, (0, chosen.shape[-1] - old.shape[-1]))
-            chosen, start = torch.cat([old[:, None], chosen], 1), torch.cat([tail[:, None], start], 1)
-            source = torch.arange(T, device=chosen.device) + first
-            source = (source // reuse * reuse - first + 1).clamp(min=0)
-        else:
-            source = torch.arange(T, device=chosen.device) // reuse * reuse
-        fresh = (torch.arange(T, device=chosen.device) + first) % reuse == 0
-        chosen, start = chosen.index_select(1, source), start.index_select(1, source)
-        self.kept = chosen[:, -1].clone(), start[:, -1].clone()
-        block = torch.arange(exists.shape[-1], device=exists.device)
-        sink = block < self.policy.config.sink_blocks
-        forced = forced | exists & ((block >= start.flatten()[:, None]) | sink)
-        return chosen.flatten(0, 1), forced, (scanned * fresh).flatten()
-
-    def _record(self, counted, chosen, total, captured, everything, coverage, sinks, scanned, D: int) -> None:
+    def _record(self, counted, read, total, captured, everything, coverage, sinks, scanned, kv_bytes) -> None:
         if sinks is not None:
             captured, everything = torch.logaddexp(captured, sinks), torch.logaddexp(everything, sinks)
         found = self.found
         mass = torch.exp(captured - everything).clamp(max=1.0)
         coverage = torch.ones_like(mass) if coverage is None else coverage
-        found.record(self.index, *(part.index_select(0, counted) for part in (chosen.sum(-1), total, mass, coverage, scanned)))
+        figures = read, total, mass, coverage, scanned, kv_bytes
+        found.record(self.index, *(part.index_select(0, counted) for part in figures))
         found.digest_bytes, found.block_size = self.estimator.bytes_per_token(), self.policy.config.block_size
-        found.dense_bytes = DENSE_BYTES * (D + self.layer.values.shape[-1])
+        found.dense_bytes = self.stored.block_bytes()[0] / found.block_size
 
 
 class Simulation:
@@ -267,12 +304,14 @@ class Simulation:
 
     Raises:
         DenseDecodeError: the context is shorter than `min_context`, so that decoding would be dense.
+        ValueError: streaming heads that the model doesn't have, or that no profile has chosen yet.
     """
 
     def __init__(self, context: Context, policy: Policy, rows: int = 1):
         if not policy.dense and context.length + 1 < policy.config.min_context:
             raise DenseDecodeError(f"a context of {context.length} tokens is below min_context={policy.config.min_context}, so "
                                    "decoding would be dense. Lengthen the context, or lower min_context.")
+        check_heads(policy, context)
         self.policy, self.found = policy, Found()
         self.context, self.rows = context, rows
         self.cache = context.spare.pop(rows, None)
@@ -305,6 +344,17 @@ class Simulation:
             for layer in self.cache.layers:
                 layer.pending = None                        # nothing has been stored yet
             self.context.spare[self.rows] = self.cache
+
+
+def check_heads(policy: Policy, context: Context) -> None:
+    """Raise ValueError where a policy's streaming heads are not known, or not heads of full-attention layers."""
+    if policy.streaming and not policy.config.streaming_heads:
+        raise ValueError(f"policy {policy.name!r}: no profile has said which heads stream (policies.with_heads)")
+    heads = {layer.index: keys.keys.shape[1] for keys, layer in zip(context.layers, context.cache.sparse_layers)}
+    for layer, head in policy.config.streaming_heads:
+        if head >= heads.get(layer, 0):
+            raise ValueError(f"policy {policy.name!r}: layer {layer} has no KV head {head} with full attention; this model has "
+                             f"{max(heads.values())} in layers {', '.join(map(str, heads))}")
 
 
 @torch.no_grad()

@@ -72,7 +72,8 @@ def rows(cells: Iterable[Cell]) -> list[Row]:
 
 def is_dense(cell: Cell) -> bool:
     settings = cell.settings
-    return settings["policy"] == "threshold" and settings["threshold"] == 1.0 and settings["max_blocks"] is None
+    whole = settings["policy"] == "threshold" and settings["threshold"] == 1.0 and settings["max_blocks"] is None
+    return whole and "kv_bits" not in settings and "streaming_heads" not in settings
 
 
 def _row(cells: list[Cell], dense: list[Cell]) -> Row:

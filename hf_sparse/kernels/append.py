@@ -5,21 +5,9 @@ import triton
 import triton.language as tl
 
 from . import descriptor as d
-from .location import block_offset, host_offset
+from .location import forced_base, forced_offset, host_offset, ring_offset
+from .quantise import fp16_range, quantise_block, round_even
 from .residency import admit, settle
-
-# Adding and subtracting it rounds fp32 to the nearest integer, ties to even, in the interpreter and on the GPU alike.
-ROUND = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def _round(x):
-    return (x + ROUND) - ROUND
-
-
-@triton.jit
-def _fp16_range(x):
-    return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
 
 
 @triton.jit
@@ -34,7 +22,7 @@ def softcap_log2(s, softcap):
 @triton.jit
 def _encode_part(desc, kv, row, centre, order, unit, out, minimum, scale, first, R: tl.constexpr, BITS: tl.constexpr,
                  element, to_host, P: tl.constexpr, D: tl.constexpr, U: tl.constexpr, SINK: tl.constexpr,
-                 TIERED: tl.constexpr):
+                 E: tl.constexpr, RING: tl.constexpr, KV_BITS: tl.constexpr, TIERED: tl.constexpr):
     """Codes of channels order[first : first + R] of one unit (digests/channel_codes.py says how), a few at a time: one
     program in 128 steps comes here, and must not cost the others their registers."""
     FIELDS: tl.constexpr = 8 // BITS
@@ -51,15 +39,15 @@ def _encode_part(desc, kv, row, centre, order, unit, out, minimum, scale, first,
         high = tl.full([TILE], float("-inf"), tl.float32)
         for f in range(FIELDS):
             token = unit * U + f * ROWS + j
-            block = block_offset(desc, tl.load(row + token // P), token >= 0, element, to_host, True, TIERED)
+            block = forced_offset(desc, row, token // P, token >= 0, element, to_host, E, SINK, RING, KV_BITS, TIERED)
             at = block[:, None] + (token % P)[:, None] * D + channel[None, :]
             k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
             kept = (token >= SINK * P)[:, None] & inside[None, :]
             low = tl.minimum(low, tl.min(tl.where(kept, k, float("inf")), 0))
             high = tl.maximum(high, tl.max(tl.where(kept, k, float("-inf")), 0))
         empty = low > high
-        base = _fp16_range(tl.where(empty, 0.0, low))
-        step = _fp16_range((tl.where(empty, 0.0, high) - base.to(tl.float32)) / levels)
+        base = fp16_range(tl.where(empty, 0.0, low))
+        step = fp16_range((tl.where(empty, 0.0, high) - base.to(tl.float32)) / levels)
         tl.store(minimum + first + r, base, mask=inside)
         tl.store(scale + first + r, step, mask=inside)
         start, width = base.to(tl.float32), step.to(tl.float32)
@@ -67,33 +55,57 @@ def _encode_part(desc, kv, row, centre, order, unit, out, minimum, scale, first,
         packed = tl.zeros([ROWS, TILE], tl.int32)
         for f in range(FIELDS):
             token = unit * U + f * ROWS + j
-            block = block_offset(desc, tl.load(row + token // P), token >= 0, element, to_host, True, TIERED)
+            block = forced_offset(desc, row, token // P, token >= 0, element, to_host, E, SINK, RING, KV_BITS, TIERED)
             at = block[:, None] + (token % P)[:, None] * D + channel[None, :]
             k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
-            code = tl.minimum(tl.maximum(_round((k - start[None, :]) * inverse[None, :]), 0.0), levels * 1.0).to(tl.int32)
+            code = tl.minimum(tl.maximum(round_even((k - start[None, :]) * inverse[None, :]), 0.0), levels * 1.0).to(tl.int32)
             code = tl.where((token >= SINK * P)[:, None], code, 0)
             packed = packed | (code << (BITS * f))
         tl.store(out + j[:, None] * R + r[None, :], packed.to(tl.uint8), mask=inside[None, :])
 
 
 @triton.jit
-def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, pid, piece,
-           H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+def _encode_pages(kv, slot, upper, lower, skip, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGES: tl.constexpr,
+                  TYPE: tl.constexpr):
+    """Channel-wise maximum and minimum of the keys of each logical page of the block in a slot (digests/pages.py); zeros if
+    it is to be skipped."""
+    TOKENS: tl.constexpr = P // PAGES
+    ROWS: tl.constexpr = min(TOKENS, 8)
+    rd, rt = tl.arange(0, DP), tl.arange(0, ROWS)
+    for page in range(PAGES):
+        high = tl.full([DP], float("-inf"), tl.float32)
+        low = tl.full([DP], float("inf"), tl.float32)
+        for first in range(0, TOKENS, ROWS):
+            at = kv + slot + (page * TOKENS + first + rt)[:, None] * D + rd[None, :]
+            k = tl.load(at, mask=(rd < D)[None, :] & (rt >= 0)[:, None], other=0.0).to(tl.float32)
+            high, low = tl.maximum(high, tl.max(k, 0)), tl.minimum(low, tl.min(k, 0))
+        tl.store(upper + page * D + rd, tl.where(skip, 0.0, high).to(TYPE), mask=rd < D)
+        tl.store(lower + page * D + rd, tl.where(skip, 0.0, low).to(TYPE), mask=rd < D)
+
+
+@triton.jit
+def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, pid, piece, H: tl.constexpr,
+           MAPPED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
            DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, SINK: tl.constexpr,
-           RECENT: tl.constexpr, TAIL: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, PIECES: tl.constexpr,
-           FT: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, TIERED: tl.constexpr,
-           POLICY: tl.constexpr, BYTES: tl.constexpr, WORD: tl.constexpr, COPY: tl.constexpr, LEAVING: tl.constexpr):
+           RECENT: tl.constexpr, TAIL: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, PAGES: tl.constexpr,
+           PIECES: tl.constexpr,
+           FT: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, KV_BITS: tl.constexpr,
+           RING: tl.constexpr, TIERED: tl.constexpr, POLICY: tl.constexpr, BYTES: tl.constexpr, WORD: tl.constexpr,
+           COPY: tl.constexpr, LEAVING: tl.constexpr):
     """One piece, FT tokens, of the always-read blocks of a row and KV head (sink, then tail).
 
     Q [B, Hq, D], K [B, H, D], V [B, H, DV] with strides; OF [B, H, PIECES, GP, DVP], MF [B, H, PIECES, GP]: output and
     log2 mass of the piece. `scale` includes log2(e). TIERED: with a host tier, `residency.py` has the other arguments.
+    KV_BITS: below 16, closed blocks are quantised; this reads and writes the ring of exact copies, of RING blocks beside the
+    sink, and packs the block that the token closes.
     """
-    b, h = pid // H, pid % H
+    b, h = pid // H, d.model_head(desc, pid % H, MAPPED)
     U: tl.constexpr = P * UB
     lengths = d.address(desc, d.LENGTHS, tl.int64)
     length = tl.load(lengths + b)
     row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
-    kv = d.address(desc, d.KV, TYPE)
+    E: tl.constexpr = P * (D + DV)
+    kv = forced_base(desc, pid, TYPE, E, SINK, RING, KV_BITS)
     element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
     to_host = host_offset(desc, TYPE, TIERED)
     new = length + 1
@@ -107,12 +119,20 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
         if TIERED:
             slot = admit(desc, slot, length % P == 0, POLICY)
         slot = slot * element
+        packed = slot
+        if KV_BITS < 16:
+            slot = ring_offset(column, E, SINK, RING)
         inside = length % P
         tl.store(kv + slot + inside * D + rd, tl.load(K + b * k_b + h * k_h + rd, mask=rd < D, other=0.0), mask=rd < D)
         tl.store(kv + slot + P * D + inside * DV + rv, tl.load(V + b * v_b + h * v_h + rv, mask=rv < DV, other=0.0),
                  mask=rv < DV)
         tl.debug_barrier()
-        if new % U == 0:
+        if PAGES > 0:
+            if new % P == 0:
+                at = (pid * tl.load(desc + d.UNITS) + column) * (PAGES * D)
+                upper, lower = d.address(desc, d.HIGH, TYPE) + at, d.address(desc, d.LOW, TYPE) + at
+                _encode_pages(kv, slot, upper, lower, column < SINK, P, D, DP, PAGES, TYPE)
+        elif new % U == 0:
             centre = d.address(desc, d.CENTRE, tl.float32) + pid * D
             order = d.address(desc, d.ORDER, tl.int16) + pid * D
             unit = new // U - 1
@@ -122,9 +142,12 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
             high = d.address(desc, d.HIGH, tl.uint8) + at * (U // 2 * R4)
             low = d.address(desc, d.LOW, tl.uint8) + at * (U // 4 * R2)
             _encode_part(desc, kv, row, centre, order, unit, high, minimum, steps, 0, R4, 4, element, to_host, P, D, U, SINK,
-                         TIERED)
+                         E, RING, KV_BITS, TIERED)
             _encode_part(desc, kv, row, centre, order, unit, low, minimum, steps, R4, R2, 2, element, to_host, P, D, U, SINK,
-                         TIERED)
+                         E, RING, KV_BITS, TIERED)
+        if KV_BITS < 16:
+            if new % P == 0:
+                quantise_block(kv + slot, d.address(desc, d.KV, tl.uint8) + packed, P, D, DV, DVP, KV_BITS)
         if TIERED:
             settle(desc, row, length, P, UB, SINK, RECENT, LEAVING, BYTES, WORD, COPY, POLICY)
 
@@ -142,7 +165,7 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
         block = tl.where(i < SINK, i, start + i - SINK)
         token = block * P + at % P
         seen = (token < new) & ((i < SINK) | (block >= SINK)) & (i < SINK + TAIL)
-        slot = block_offset(desc, tl.load(row + block, mask=seen, other=0), seen, element, to_host, True, TIERED)
+        slot = forced_offset(desc, row, block, seen, element, to_host, E, SINK, RING, KV_BITS, TIERED)
         k = tl.load(kv + (slot + at % P * D)[None, :] + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
         v = tl.load(kv + (slot + P * D + at % P * DV)[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
                     other=0.0)

@@ -10,9 +10,11 @@ import triton.language as tl
 
 from . import descriptor as d
 from .append import forced_masses, softcap_log2
+from .attend_packed import attend_packed
 from .location import block_offset, host_offset
 from .overlap import let_next_start, wait_for_previous
 from .residency import await_blocks
+from .reuse import grow_old
 
 
 @triton.jit
@@ -55,6 +57,20 @@ def attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, first, las
 
 
 @triton.jit
+def attend_stored(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks, part, part_mass,
+                  GP: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+                  DVP: tl.constexpr, P: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr,
+                  KV_BITS: tl.constexpr, PTX: tl.constexpr, TIERED: tl.constexpr):
+    """`attend_blocks` or `attend_packed`, for at most `blocks` entries."""
+    if KV_BITS == 16:
+        attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks * P, part, part_mass, GP, RQ, D,
+                      DP, DV, DVP, P, TT, TYPE, CAP, TIERED)
+    else:
+        attend_packed(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks, part, part_mass, GP, RQ, D, DP,
+                      DV, DVP, P, TYPE, CAP, KV_BITS, PTX, TIERED)
+
+
+@triton.jit
 def captured_mass(mass, sink, SINKS: tl.constexpr):
     """log2(2^mass + 2^sink): sinks count as gathered."""
     if SINKS:
@@ -84,10 +100,11 @@ def one_head(x, mine):
 
 
 @triton.jit
-def row_of(desc, pid, GP: tl.constexpr, TYPE: tl.constexpr):
+def row_of(desc, pid, GP: tl.constexpr, TYPE: tl.constexpr, KV_BITS: tl.constexpr):
     """A row and KV head's keys and values, and what the selection said of them."""
+    STORED: tl.constexpr = TYPE if KV_BITS == 16 else tl.uint8
     width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
-    return (d.address(desc, d.KV, TYPE), tl.multiple_of(tl.load(desc + d.ELEMENTS), 16),
+    return (d.address(desc, d.KV, STORED), tl.multiple_of(tl.load(desc + d.ELEMENTS), 16),
             d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS),
             d.address(desc, d.RANKED, tl.int64) + pid * width, d.address(desc, d.SHARE, tl.float32) + pid * width,
             d.address(desc, d.ESTIMATE, tl.float32) + pid * GP * width, width)
@@ -103,17 +120,20 @@ def chunks_of(desc, pid, GP: tl.constexpr, DVP: tl.constexpr):
 
 
 @triton.jit
-def queries(Q, pid, q_b, q_h, H: tl.constexpr, G: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def queries(desc, Q, pid, q_b, q_h, H: tl.constexpr, MAPPED: tl.constexpr, G: tl.constexpr, RQ: tl.constexpr,
+            D: tl.constexpr, DP: tl.constexpr):
     """Queries of the group [RQ, DP], zero beyond it."""
     rq, rd = tl.arange(0, RQ), tl.arange(0, DP)
-    return tl.load(Q + pid // H * q_b + (pid % H * G + rq)[:, None] * q_h + rd[None, :],
+    first = d.model_head(desc, pid % H, MAPPED) * G
+    return tl.load(Q + pid // H * q_b + (first + rq)[:, None] * q_h + rd[None, :],
                    mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
 
 
 @triton.jit
-def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-                  D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr,
-                  CB: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, TIERED: tl.constexpr,
+def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr, MAPPED: tl.constexpr,
+                  G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+                  DVP: tl.constexpr, P: tl.constexpr, CB: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr,
+                  CAP: tl.constexpr, KV_BITS: tl.constexpr, PTX: tl.constexpr, TIERED: tl.constexpr,
                   BESIDE: tl.constexpr, THREADS: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs (row and KV head, stripe of chunks). Writes PART, PART_MASS and PART_LEFT of each chunk.
 
@@ -121,11 +141,11 @@ def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr,
     """
     let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
-    kv, element, row, ranked, share, estimate, width = row_of(desc, pid, GP, TYPE)
+    kv, element, row, ranked, share, estimate, width = row_of(desc, pid, GP, TYPE, KV_BITS)
     part, part_mass, part_left, capacity = chunks_of(desc, pid, GP, DVP)
     RQ: tl.constexpr = 16 if GP < 16 else GP
     rg, rc = tl.arange(0, GP), tl.arange(0, CB)
-    qq = queries(Q, pid, q_b, q_h, H, G, RQ, D, DP)
+    qq = queries(desc, Q, pid, q_b, q_h, H, MAPPED, G, RQ, D, DP)
     if not BESIDE:
         wait_for_previous(OVERLAP)
     planned = tl.load(INFO + pid * 8)
@@ -138,8 +158,9 @@ def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr,
             rank = chunk * CB + rc
             n = tl.load(ranked + rank, mask=rank < planned, other=0)
             e = tl.load(estimate + rg[:, None] * width + n[None, :], mask=(rank < planned)[None, :], other=float("-inf"))
-            attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, chunk * CB, planned, CB * P,
-                          part + chunk * GP * DVP, part_mass + chunk * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE, CAP, TIERED)
+            attend_stored(desc, kv, row, ranked, element, qq, scale, softcap, chunk * CB, planned, CB,
+                          part + chunk * GP * DVP, part_mass + chunk * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE, CAP, KV_BITS,
+                          PTX, TIERED)
             tl.store(part_left + chunk * GP + rg, tl.sum(tl.exp2(e - total[:, None]), 1))
     if BESIDE:
         wait_for_previous(OVERLAP)                          # those after this one count on the fetch, too
@@ -156,14 +177,16 @@ def sink_logits(SINK_LOGITS, h, G: tl.constexpr, GP: tl.constexpr, SINKS: tl.con
 
 
 @triton.jit
-def merge_kernel(desc, OF, MF, TOT, INFO, MASS, SINK_LOGITS, OUT, threshold, H: tl.constexpr, G: tl.constexpr,
-                 GP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, CB: tl.constexpr, CT: tl.constexpr,
-                 TYPE: tl.constexpr, SINKS: tl.constexpr, VERIFY: tl.constexpr, GROUP_MIN: tl.constexpr,
-                 PIECES: tl.constexpr, FP: tl.constexpr, OVERLAP: tl.constexpr):
+def merge_kernel(desc, OF, MF, TOT, INFO, MASS, SINK_LOGITS, OUT, threshold, drop, H: tl.constexpr, HM: tl.constexpr,
+                 MAPPED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+                 CB: tl.constexpr, CT: tl.constexpr, TYPE: tl.constexpr, SINKS: tl.constexpr, VERIFY: tl.constexpr,
+                 GROUP_MIN: tl.constexpr, PIECES: tl.constexpr, FP: tl.constexpr, BOXES: tl.constexpr, REUSE: tl.constexpr,
+                 OVERLAP: tl.constexpr):
     """Programs (row and KV head, query head of the group): all add up the same masses, each joins its own output.
 
-    OUT [B, Hq, DV]. VERIFY: the threshold holds for the mass really gathered; INFO says where it does not yet, and MASS
-    [B, H, GP] what was gathered (log2).
+    OUT [B, HM * G, DV]: of the model's HM KV heads. VERIFY: the threshold holds for the mass really gathered; INFO says where
+    it does not yet, and MASS [B, H, GP] what was gathered (log2). BOXES: estimates only rank, so unread blocks are taken to
+    hold as much of theirs as those read did. REUSE: tokens that share a selection, `drop` how far its coverage may fall.
     """
     let_next_start(OVERLAP)
     pid, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -171,7 +194,8 @@ def merge_kernel(desc, OF, MF, TOT, INFO, MASS, SINK_LOGITS, OUT, threshold, H: 
     rg, rv, rf = tl.arange(0, GP), tl.arange(0, DVP), tl.arange(0, FP)
     mine, live = rg == own, rg < G
     part, part_mass, part_left, capacity = chunks_of(desc, pid, GP, DVP)
-    sink = sink_logits(SINK_LOGITS, h, G, GP, SINKS)
+    head = d.model_head(desc, h, MAPPED)
+    sink = sink_logits(SINK_LOGITS, head, G, GP, SINKS)
     wait_for_previous(OVERLAP)
     info = INFO + pid * 8
     planned, candidates, forced, count = tl.load(info), tl.load(info + 1), tl.load(info + 2), tl.load(info + 3)
@@ -197,16 +221,28 @@ def merge_kernel(desc, OF, MF, TOT, INFO, MASS, SINK_LOGITS, OUT, threshold, H: 
     seen = captured_mass(mass, sink, SINKS)
     # The sinks take part in the normalisation only.
     out = acc * one_head(tl.exp2(mass - seen) / have, mine)
-    tl.store(OUT + ((b * H + h) * G + own) * DV + rv, out.to(TYPE), mask=rv < DV)
+    tl.store(OUT + ((b * HM + head) * G + own) * DV + rv, out.to(TYPE), mask=rv < DV)
     if own == 0:
         # Estimates are shares of their own total, because they may be wrong by more than a float can hold.
         left = tl.maximum(1.0 - tl.exp2(tl.minimum(first - total, 0.0)) - known, 0.0)
         over_gathered = left * tl.exp2(tl.minimum(total - seen, 100.0))
+        if BOXES:
+            ranked = tl.maximum(1.0 - tl.exp2(first - mass), 0.0) * tl.exp2(mass - seen)
+            over_gathered = tl.where(known > 0, left * ranked / tl.where(known > 0, known, 1.0), over_gathered)
+        if REUSE > 1:
+            fresh = tl.load(info + 7) != 0
+            kept_left = d.address(desc, d.KEPT_LEFT, tl.float32) + pid * GP + rg
+            before = tl.load(kept_left)
+            over_gathered = tl.where(fresh, over_gathered, tl.exp2(tl.minimum(before - seen, 100.0)))
+            tl.store(kept_left, tl.where(fresh, tl.log2(tl.maximum(over_gathered, 1e-30)) + seen, before))
         more = planned < 0
         if VERIFY:
             more = (mean_coverage(over_gathered, live, G, GROUP_MIN) < threshold) & (planned < count)
             tl.store(MASS + pid * GP + rg, mass)
         tl.store(info + 5, more.to(tl.int32))
+        if REUSE > 1:
+            # What is read on is in no list of the planned blocks, and the estimates that it goes by are this token's.
+            grow_old(desc, pid, fresh, mean_coverage(over_gathered, live, G, GROUP_MIN), more, drop, REUSE)
         # Statistics, and the row's new length: the next to read it is the next step.
         covered = mean_coverage(over_gathered, live, G, False)
         counters = d.address(desc, d.COUNTERS, tl.float64)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -13,6 +13,7 @@ from .attend import attend_kernel, merge_kernel
 from .descriptor import FIELDS
 from .extend import extend_kernel
 from .rank import rank_kernel
+from .reference.ring import SLACK
 from .score import HEADS
 from .select import select_kernel
 from .tiering import RESIDENT_RANK, RESIDENT_SELECT, Tier
@@ -41,6 +42,9 @@ class DecodeShape:
     high: int
     low: int
     dtype: torch.dtype
+    kv_bits: int = 16                                       # of closed blocks
+    pages: int = 0                                          # logical pages of a block, where those are ranked by
+    model_heads: int | None = None                          # KV heads of the model, if some of them are not here
 
     @property
     def group_pad(self) -> int:
@@ -59,13 +63,20 @@ class DecodePolicy:
     min_blocks: int
     floor_share: float
     top_share: float
+    top_least: int
     min_context: int
     sink_blocks: int
     recent_blocks: int
+    reuse: int = 1                                          # tokens that share a selection
+    reuse_refresh: float = 0.0
 
     def tail_blocks(self, unit_blocks: int) -> int:
         """Most blocks that the always-read tail can have."""
         return max(self.recent_blocks + 1, unit_blocks)
+
+    def ring_blocks(self, unit_blocks: int) -> int:
+        """Blocks that exact copies of the tail take turns in, where closed blocks are quantised."""
+        return self.tail_blocks(unit_blocks) + SLACK
 
     def pieces(self, block_size: int, unit_blocks: int) -> int:
         """Programs that share the always-read blocks of a row and KV head."""
@@ -96,7 +107,7 @@ class DecodeWork:
         width = -(-blocks // 256) * 256
         short = -(-self.policy.min_context // shape.block_size)     # rows that are read whole
         planned = min(width, max(self.policy.max_blocks, short))
-        chunks = max(-(-planned // reading(B * H).chunk_blocks), TUNING.extend_programs)
+        chunks = max(-(-planned // reading(B * H, shape).chunk_blocks), TUNING.extend_programs)
         value_pad = triton.next_power_of_2(shape.value_dim)
         new = lambda *size, dtype=torch.float32: torch.zeros(*size, dtype=dtype, device=self.device)  # noqa: E731
         self.estimate, self.share = new(B, H, GP, width), new(B, H, width)
@@ -123,10 +134,14 @@ class Tuning:
 
     score_waves: int = 12           # programs of the ranking for each processor
     rank_registers: int | None = 168
+    page_tile: int = 16             # logical pages ranked at once
     select_tile: int = 4096
     select_warps: int = 8
     reading: Reading = Reading(chunk_blocks=4, tile=128, warps=4, waves=3)          # few rows: all loads of a chunk at once
     reading_many: Reading = Reading(chunk_blocks=2, tile=32, warps=2, waves=12)     # from MANY_ROWS on: small programs
+    reading_packed: Reading = Reading(chunk_blocks=2, tile=0, warps=1, waves=16)        # a quantised block at a time
+    reading_packed_many: Reading = Reading(chunk_blocks=4, tile=0, warps=1, waves=16)
+    packed_registers: int | None = 168                      # for 16-bit types: what it takes without spilling
     merge_tile: int = 32            # chunks merged at once
     merge_warps: int = 4
     extend_programs: int = 32       # of a row and KV head, at most
@@ -136,21 +151,28 @@ class Tuning:
 
 
 TUNING = Tuning()
+PACKED_TILE = 2048                                          # codes of a quantised block that one warp has registers for
 MANY_ROWS = 32                                              # rows times KV heads
 
 
-def reading(rows: int) -> Reading:
-    return TUNING.reading if rows < MANY_ROWS else TUNING.reading_many
+def reading(rows: int, shape: DecodeShape) -> Reading:
+    many = rows >= MANY_ROWS
+    if shape.kv_bits == 16:
+        return TUNING.reading_many if many else TUNING.reading
+    how = TUNING.reading_packed_many if many else TUNING.reading_packed
+    tile = shape.block_size * triton.next_power_of_2(max(shape.key_dim, shape.value_dim))
+    return replace(how, warps=max(how.warps, tile // PACKED_TILE))
 
 
 def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key: torch.Tensor,
                  value: torch.Tensor, sinks: torch.Tensor | None, scaling: float, softcap: float,
-                 tier: Tier | None = None, first: bool = False) -> torch.Tensor:
+                 tier: Tier | None = None, first: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
     """Store one token of every row, and attend.
 
     Args:
         desc: int64 [FIELDS], see `descriptor`. query [B, Hq, 1, D], key [B, H, 1, D], value [B, H, 1, Dv].
         tier: of a pool with a host tier. first: this layer is the first of the token in its pool.
+        out: [B, 1, Hq, Dv] to write to, of which the layer's heads are a part; None: they are all.
 
     Returns:
         [B, 1, Hq, Dv]
@@ -161,10 +183,11 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     DP, DVP = triton.next_power_of_2(D), triton.next_power_of_2(DV)
     R4, R2 = shape.high, shape.low
     on_gpu, tune = not INTERPRETED, TUNING
-    common = dict(H=H, G=G, GP=GP)
+    common, heads = dict(H=H, G=G, GP=GP), dict(MAPPED=shape.model_heads is not None)
+    whole = dict(**heads, HM=shape.model_heads or H)
     cap, log2_scale = softcap > 0, scaling * LOG2E
     rows = B * H
-    how = reading(rows)
+    how = reading(rows, shape)
     CB = how.chunk_blocks
     overlap = on_gpu and tune.overlap and torch.cuda.get_device_capability(work.device) >= (9, 0)
     start = dict(OVERLAP=overlap, **({"launch_pdl": True} if overlap else {}))
@@ -174,44 +197,52 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     tiered = dict(TIERED=tier is not None)
     if tier is not None and first:
         tier.start_token(desc)
-    pieces, tiles = policy.pieces(P, UB), -(-G // HEADS.value)
+    pieces, tiles = policy.pieces(P, UB), 1 if shape.pages else -(-G // HEADS.value)
     stripes = max(1, per_row(tune.score_waves) // tiles - pieces) if on_gpu else 2
     rank_kernel[(rows, pieces + stripes, tiles)](
         desc, query, key, value, work.forced, work.forced_mass, query.stride(0), query.stride(1), key.stride(0),
-        key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, **common, D=D, DP=DP, DV=DV, DVP=DVP, P=P,
-        UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=policy.tail_blocks(UB), R4=R4, R2=R2,
-        PIECES=pieces, FT=max(P, PIECE), TT=16, TYPE=TYPES[shape.dtype], PTX=on_gpu, CAP=cap, OVERLAP=overlap,
+        key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, **common, **heads, D=D, DP=DP, DV=DV,
+        DVP=DVP, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=policy.tail_blocks(UB), R4=R4, R2=R2,
+        PAGES=shape.pages, TB=max(1, tune.page_tile // max(shape.pages, 1)), REUSE=policy.reuse, PIECES=pieces,
+        FT=max(P, PIECE), TT=16, TYPE=TYPES[shape.dtype], PTX=on_gpu, CAP=cap,
+        KV_BITS=shape.kv_bits, RING=policy.ring_blocks(UB), OVERLAP=overlap,
         **(RESIDENT_RANK if tier is None else tier.rank_constants(policy.tail_blocks(UB))),
         num_warps=1, num_stages=1, **({"maxnreg": tune.rank_registers} if tune.rank_registers and on_gpu else {}))
     need = policy.threshold if policy.by_estimate else policy.threshold + PLAN * (1.0 - policy.threshold)
     search = lambda tile: dict(TILE=tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS)  # noqa: E731
     select_kernel[(rows,)](
         desc, work.forced_mass, work.total, work.info, need, policy.max_blocks, policy.min_blocks, policy.min_context,
-        policy.floor_share, policy.top_share, **common, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces,
+        policy.floor_share, policy.top_share, policy.top_least, **common, P=P, UB=UB, SINK=policy.sink_blocks,
+        RECENT=policy.recent_blocks, PIECES=pieces,
         FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min, **search(tune.select_tile),
-        **(RESIDENT_SELECT if tier is None else tier.select_constants()), **start, num_warps=tune.select_warps, num_stages=1)
+        **(RESIDENT_SELECT if tier is None else tier.select_constants()), AHEAD=False, REUSE=policy.reuse, **start,
+        num_warps=tune.select_warps, num_stages=1)
     if tier is not None:
         tier.fetch(desc, **start)
 
-    out = torch.empty(B, 1, H * G, DV, dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(B, 1, H * G, DV, dtype=query.dtype, device=query.device)
     sinks_given = sinks is not None
     sinks = sinks if sinks_given else work.total
     verify = not (policy.never or policy.by_estimate)
-    read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, TYPE=TYPES[shape.dtype], CAP=cap, **tiered, **start)
+    read = dict(**common, D=D, DP=DP, DV=DV, DVP=DVP, P=P, TYPE=TYPES[shape.dtype], CAP=cap, KV_BITS=shape.kv_bits,
+                PTX=on_gpu, **tiered, **start)
     attend_kernel[(rows, per_row(how.waves))](
-        desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read, CB=CB,
+        desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read, **heads, CB=CB,
         TT=max(P, min(how.tile, CB * P, 16384 // DP)), BESIDE=overlap and tier is not None and tier.beside,
-        THREADS=32 * how.warps, num_warps=how.warps, num_stages=1)
+        THREADS=32 * how.warps, num_warps=how.warps, num_stages=1,
+        **({"maxnreg": tune.packed_registers} if tune.packed_registers and on_gpu and shape.kv_bits < 16 and
+           shape.dtype.itemsize == 2 else {}))
     merge_kernel[(rows, G)](
-        desc, work.forced, work.forced_mass, work.total, work.info, work.mass, sinks, out, policy.threshold,
-        **common, DV=DV, DVP=DVP, CB=CB, CT=tune.merge_tile, TYPE=TYPES[shape.dtype], SINKS=sinks_given, VERIFY=verify,
-        GROUP_MIN=policy.group_min, PIECES=pieces, FP=triton.next_power_of_2(pieces), **start, num_warps=tune.merge_warps,
-        num_stages=1)
+        desc, work.forced, work.forced_mass, work.total, work.info, work.mass, sinks, out, policy.threshold, policy.reuse_refresh,
+        **common, **whole, DV=DV, DVP=DVP, CB=CB, CT=tune.merge_tile, TYPE=TYPES[shape.dtype], SINKS=sinks_given, VERIFY=verify,
+        GROUP_MIN=policy.group_min, PIECES=pieces, FP=triton.next_power_of_2(pieces), BOXES=shape.pages > 0,
+        REUSE=policy.reuse, **start, num_warps=tune.merge_warps, num_stages=1)
     if verify:
         programs = min(per_row(1), tune.extend_programs) if on_gpu else 3
         extend_kernel[(rows, programs)](
             desc, query, work.info, work.mass, sinks, out, query.stride(0), query.stride(1), log2_scale, softcap,
-            policy.threshold, **read, TT=max(P, min(64, 8192 // DP), 16), SINKS=sinks_given,
+            policy.threshold, **read, **whole, TT=max(P, min(64, 8192 // DP), 16), SINKS=sinks_given,
             GROUP_MIN=policy.group_min, SINK=policy.sink_blocks, PROGRAMS=programs, PP=triton.next_power_of_2(programs),
             **search(tune.extend_tile), num_warps=tune.extend_warps, num_stages=1)
     return out

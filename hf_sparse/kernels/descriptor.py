@@ -13,8 +13,8 @@ import triton.language as tl
 TABLE = tl.constexpr(0)             # int64 [B, H, N] block ids
 LENGTHS = tl.constexpr(1)           # int64 [B] tokens stored
 KV = tl.constexpr(2)                # [slots, E] the pool
-HIGH = tl.constexpr(3)              # uint8 [B, H, units, U/2, R4]
-LOW = tl.constexpr(4)               # uint8 [B, H, units, U/4, R2]
+HIGH = tl.constexpr(3)              # uint8 [B, H, units, U/2, R4]; or [B, H, blocks, L, D] maxima of logical pages
+LOW = tl.constexpr(4)               # uint8 [B, H, units, U/4, R2]; or their minima
 MINIMUM = tl.constexpr(5)           # fp16 [B, H, units, R4 + R2]
 SCALE = tl.constexpr(6)             # fp16 [B, H, units, R4 + R2]
 CENTRE = tl.constexpr(7)            # fp32 [B, H, D]
@@ -48,10 +48,27 @@ QUEUE = tl.constexpr(33)            # int64 [V] slots in the order of eviction
 BINS = tl.constexpr(34)             # int32 [2, programs, bins] work buffer of the kernels that fill the queue
 SLOTS = tl.constexpr(35)            # S
 VICTIMS = tl.constexpr(36)          # V
-FIELDS = 40
+HEADS = tl.constexpr(37)            # int32 [H] KV heads of the model that these are, where others stream (kernels/streaming.py)
+# With reuse above 1 (reuse.py), where RANKED is the layer's own:
+KEPT = tl.constexpr(38)             # int32 [B, H, 8] what is known of the selection that is kept
+KEPT_LEFT = tl.constexpr(39)        # fp32 [B, H, GP] log2 mass that it was estimated to leave unread
+EXACT = tl.constexpr(45)            # [B, H, sink + ring, E] exact copies of the always-read blocks, where others are quantised
+# With prefetch=True, of the layer's last token (prefetch.py):
+PLANNED_BEFORE = tl.constexpr(46)   # int32 [B, H] blocks that it planned to read
+FORCED_BEFORE = tl.constexpr(47)    # fp32 [B, H, GP] log2 mass of its always-read blocks
+FIELDS = 48
 
 
 @triton.jit
 def address(desc, FIELD: tl.constexpr, TYPE: tl.constexpr):
     """The buffer in a field. Buffers start at multiples of 16 bytes; loads are wide only if the compiler knows."""
     return tl.multiple_of(tl.load(desc + FIELD).to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
+def model_head(desc, h, MAPPED: tl.constexpr):
+    """The model's KV head, in queries, new keys and outputs, that is head h of the layer's buffers."""
+    if MAPPED:
+        return tl.load(address(desc, HEADS, tl.int32) + h).to(tl.int64)
+    else:
+        return h

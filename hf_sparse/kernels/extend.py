@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import descriptor as d
-from .attend import attend_blocks, captured_mass, chunks_of, mean_coverage, queries, row_of, sink_logits
+from .attend import attend_stored, captured_mass, chunks_of, mean_coverage, queries, row_of, sink_logits
 from .overlap import wait_for_previous
 from .select import masses
 
@@ -37,11 +37,12 @@ def _below(p, weight, cut):
 
 @triton.jit
 def extend_kernel(desc, Q, INFO, MASS, SINK_LOGITS, OUT, q_b, q_h, scale, softcap, threshold, H: tl.constexpr,
-                  G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-                  DVP: tl.constexpr, P: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr,
-                  SINKS: tl.constexpr, GROUP_MIN: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr,
-                  PROGRAMS: tl.constexpr, PP: tl.constexpr, OCTAVES: tl.constexpr, STEPS: tl.constexpr, TIERED: tl.constexpr,
-                  OVERLAP: tl.constexpr):
+                  HM: tl.constexpr, MAPPED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+                  DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, P: tl.constexpr, TT: tl.constexpr,
+                  TYPE: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, GROUP_MIN: tl.constexpr,
+                  SINK: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, PP: tl.constexpr,
+                  OCTAVES: tl.constexpr, STEPS: tl.constexpr, KV_BITS: tl.constexpr, PTX: tl.constexpr,
+                  TIERED: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs (row and KV head, one of PROGRAMS stripes of the row); most return at once. Corrects OUT and the statistics.
 
     INFO[5]: whether the row needs more; INFO[6]: programs that are done. MASS: see `merge_kernel`.
@@ -50,10 +51,10 @@ def extend_kernel(desc, Q, INFO, MASS, SINK_LOGITS, OUT, q_b, q_h, scale, softca
     wait_for_previous(OVERLAP)
     info = INFO + pid * 8
     if tl.load(info + 5) != 0:
-        b, h = pid // H, pid % H
+        b, head = pid // H, d.model_head(desc, pid % H, MAPPED)
         BIN: tl.constexpr = OCTAVES << 23 >> STEPS
         RQ: tl.constexpr = 16 if GP < 16 else GP
-        kv, element, row, ranked, shares, estimate, width = row_of(desc, pid, GP, TYPE)
+        kv, element, row, ranked, shares, estimate, width = row_of(desc, pid, GP, TYPE, KV_BITS)
         part, part_mass, part_left, capacity = chunks_of(desc, pid, GP, DVP)
         rg, rt, rv = tl.arange(0, GP), tl.arange(0, TILE), tl.arange(0, DVP)
         live = rg < G
@@ -61,7 +62,7 @@ def extend_kernel(desc, Q, INFO, MASS, SINK_LOGITS, OUT, q_b, q_h, scale, softca
         room, planned_cut = tl.load(info + 3) - planned, tl.load(info + 4)
         end = SINK + candidates
         mass = tl.load(MASS + pid * GP + rg)
-        sink = sink_logits(SINK_LOGITS, h, G, GP, SINKS)
+        sink = sink_logits(SINK_LOGITS, head, G, GP, SINKS)
         seen = tl.where(live, captured_mass(mass, sink, SINKS), float("inf"))
         rows = estimate + rg[:, None] * width
 
@@ -104,9 +105,9 @@ def extend_kernel(desc, Q, INFO, MASS, SINK_LOGITS, OUT, q_b, q_h, scale, softca
             known += tl.sum(tl.where(inside[None, :], p1, 0.0), 1)
             listed += tl.sum(inside.to(tl.int32), 0)
         tl.debug_barrier()
-        attend_blocks(desc, kv, row, mine, element, queries(Q, pid, q_b, q_h, H, G, RQ, D, DP), scale, softcap, 0, listed,
-                      listed * P, part + stripe * GP * DVP, part_mass + stripe * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE, CAP,
-                      TIERED)
+        attend_stored(desc, kv, row, mine, element, queries(desc, Q, pid, q_b, q_h, H, MAPPED, G, RQ, D, DP), scale, softcap,
+                      0, listed, listed, part + stripe * GP * DVP, part_mass + stripe * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE,
+                      CAP, KV_BITS, PTX, TIERED)
         tl.store(part_left + stripe * GP + rg, known)
         counters = d.address(desc, d.COUNTERS, tl.float64)
         tl.atomic_add(counters, listed.to(tl.float64))
@@ -128,7 +129,7 @@ def extend_kernel(desc, Q, INFO, MASS, SINK_LOGITS, OUT, q_b, q_h, scale, softca
                 before = tl.sum(tl.where(one, tl.exp2(seen - now), 0.0), 0)
                 share = tl.sum(tl.where(one[None, :], tl.exp2(m - now[None, :]), 0.0), 1)
                 o = tl.load(part + (rp * GP + g)[:, None] * DVP + rv[None, :], mask=there, other=0.0, cache_modifier=".cg")
-                out = OUT + ((b * H + h) * G + g) * DV + rv
+                out = OUT + ((b * HM + head) * G + g) * DV + rv
                 old = tl.load(out, mask=rv < DV, other=0.0).to(tl.float32)
                 tl.store(out, (old * before + tl.sum(o * share[:, None], 0)).to(TYPE), mask=rv < DV)
             left = tl.maximum(unread - tl.sum(e1, 0), 0.0) * tl.where(live, tl.exp2(seen - now), 0.0)

@@ -1,4 +1,4 @@
-"""Host tiers that kernels reach, and the stream on which prompts are written to them."""
+"""Host tiers that kernels reach, and the stream on which prompts are written to them, or blocks fetched ahead."""
 from __future__ import annotations
 
 import torch

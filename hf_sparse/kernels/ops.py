@@ -5,6 +5,7 @@ compiled step keeps the order of layers that share one pool.
 """
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import torch
@@ -13,15 +14,17 @@ from torch.library import custom_op
 
 from ..digests import get_digest
 from .reference import append as _append
+from .reference import append_packed as _append_packed
 from .reference import attend as _attend
 from .reference import forced as _forced
+from .reference import prefill as _prefill
 from .reference import select as _select
 
 
 @lru_cache(maxsize=None)
-def digest_of(kind: str, block_size: int, head_dim: int, bits: int):
-    """The digest of a kind; `bits` matters to key_bits only."""
-    options = {"bits": bits} if kind == "key_bits" else {}
+def digest_of(kind: str, block_size: int, head_dim: int, bits: int, logical_size: int = 16):
+    """The digest of a kind; `bits` matters to key_bits only, `logical_size` to pages only."""
+    options = {"key_bits": {"bits": bits}, "pages": {"logical_size": logical_size}}.get(kind, {})
     return get_digest(kind, block_size, head_dim, **options)
 
 
@@ -36,11 +39,24 @@ def _(tiers, table, lengths, keys, values, valid, block_size, sink_blocks, tail_
     return None
 
 
+@custom_op("hf_sparse::append_packed", mutates_args=("tiers", "exact", "lengths"))
+def append_packed(tiers: list[Tensor], exact: Tensor, table: Tensor, lengths: Tensor, keys: Tensor, values: Tensor,
+                  valid: Tensor, block_size: int, sink_blocks: int, ring_blocks: int, tail_start: Tensor, eviction: str,
+                  bits: int) -> None:
+    _append_packed.append_packed(tiers, exact, table, lengths, keys, values, valid, block_size, sink_blocks, ring_blocks,
+                                 tail_start, eviction, bits)
+
+
+@append_packed.register_fake
+def _(tiers, exact, table, lengths, keys, values, valid, block_size, sink_blocks, ring_blocks, tail_start, eviction, bits):
+    return None
+
+
 @custom_op("hf_sparse::encode", mutates_args=("unit",))
 def encode(unit: list[Tensor], row: list[Tensor], keys: Tensor, skip: Tensor, target: Tensor, kind: str,
-           block_size: int, bits: int) -> None:
+           block_size: int, bits: int, logical_size: int = 16) -> None:
     """Digest units of keys [B, H, J, U, D] into `unit` at units `target` [B, J]."""
-    digest = digest_of(kind, block_size, keys.shape[-1], bits)
+    digest = digest_of(kind, block_size, keys.shape[-1], bits, logical_size)
     new = digest.encode(keys, dict(zip(digest.row_layout(), row)), skip)
     for name, store in zip(digest.unit_layout(keys.dtype), unit):
         index = target[:, None].expand(-1, keys.shape[1], -1)
@@ -49,22 +65,22 @@ def encode(unit: list[Tensor], row: list[Tensor], keys: Tensor, skip: Tensor, ta
 
 
 @encode.register_fake
-def _(unit, row, keys, skip, target, kind, block_size, bits):
+def _(unit, row, keys, skip, target, kind, block_size, bits, logical_size=16):
     return None
 
 
 @custom_op("hf_sparse::score", mutates_args=())
 def score(query: Tensor, unit: list[Tensor], row: list[Tensor], kind: str, block_size: int, bits: int,
-          softcap: float, dtype: torch.dtype) -> Tensor:
+          softcap: float, dtype: torch.dtype, logical_size: int = 16) -> Tensor:
     """Estimated log mass of every block: query [B, H, G, D] fp32, scaled -> [B, H, G, N] fp32."""
-    digest = digest_of(kind, block_size, query.shape[-1], bits)
+    digest = digest_of(kind, block_size, query.shape[-1], bits, logical_size)
     return digest.score(query, dict(zip(digest.unit_layout(dtype), unit)), dict(zip(digest.row_layout(), row)),
                         softcap)
 
 
 @score.register_fake
-def _(query, unit, row, kind, block_size, bits, softcap, dtype):
-    digest = digest_of(kind, block_size, query.shape[-1], bits)
+def _(query, unit, row, kind, block_size, bits, softcap, dtype, logical_size=16):
+    digest = digest_of(kind, block_size, query.shape[-1], bits, logical_size)
     return query.new_empty(*query.shape[:3], unit[0].shape[2] * digest.unit_blocks)
 
 
@@ -99,14 +115,46 @@ def _(tiers, query, table, lengths, tail_start, sink_blocks, tail_blocks, block_
 def attend(tiers: list[Tensor], query: Tensor, table: Tensor, order: Tensor, rest: Tensor, candidates: Tensor,
            count: Tensor, floor: Tensor, output: Tensor, mass: Tensor, sinks: Tensor | None, bounds: list[int],
            policy: str, rule: str, threshold: float, window: int, group_min: bool, block_size: int, value_dim: int,
-           softcap: float, eviction: str, by_rule: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+           softcap: float, eviction: str, by_rule: bool = False, bits: int = 16, dtype: torch.dtype | None = None,
+           kept: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _attend.attend(tiers, query, table, order, rest, candidates, count, floor, output, mass, sinks, bounds,
                           policy, rule, threshold, window, group_min, block_size, value_dim, softcap, eviction,
-                          by_rule)
+                          by_rule, bits, dtype, kept)
 
 
 @attend.register_fake
 def _(tiers, query, table, order, rest, candidates, count, floor, output, mass, sinks, bounds, policy, rule,
-      threshold, window, group_min, block_size, value_dim, softcap, eviction, by_rule=False):
+      threshold, window, group_min, block_size, value_dim, softcap, eviction, by_rule=False, bits=16, dtype=None,
+      kept=None):
     B, H, G, _ = query.shape
     return (torch.empty_like(output), torch.empty_like(mass), count.new_empty(B, H), torch.empty_like(mass))
+
+
+@lru_cache(maxsize=None)
+def prefill_of(device: torch.device, head_dim: int):
+    """The prefill kernel where it runs, else its reference; `head_dim` is the larger one of keys and values."""
+    on_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if head_dim <= 256 and (on_gpu or device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"):
+        try:
+            from .prefill_kernel import launch
+            return launch
+        except Exception:  # noqa: BLE001 - whatever is wrong with Triton, the reference still works
+            pass
+    return _prefill.prefill
+
+
+@custom_op("hf_sparse::prefill", mutates_args=("out",))
+def prefill(out: Tensor, query: Tensor, keys: Tensor, values: Tensor, heads: Tensor | None, dense: int, sink: int,
+            window: int, scaling: float, softcap: float, sinks: Tensor | None, lengths: Tensor | None) -> None:
+    """Attention of the last Q of T tokens into `out` [B, Hq, Q, Dv], for the KV heads `heads` [n] int32 (None: all).
+
+    The first `dense` of them see all keys up to the query, the others see the first `sink` and the last `window`. See
+    `streaming_attention` in prefill.py for the rest.
+    """
+    attend = prefill_of(query.device, max(query.shape[3], values.shape[3]))
+    attend(out, query, keys, values, heads, dense, sink, window, scaling, softcap, sinks, lengths)
+
+
+@prefill.register_fake
+def _(out, query, keys, values, heads, dense, sink, window, scaling, softcap, sinks, lengths):
+    return None

@@ -8,6 +8,9 @@ A layer's step, each line a launch that sees all of the one before:
     attend      reads blocks from their slots; where kernels may overlap it starts with the fetch, and waits for each
                 listed block that it comes to (`await_blocks`)
 
+Between the steps of two layers, blocks that the next one is expected to read may be fetched ahead (prefetch.py): a touch and a
+fetch that are a layer step of their own, but for what they count.
+
 Beside the ranking, `append` calls `admit` for the slot that its token goes to, and `settle` for what follows from the token.
 Once a token, between two fetches, the kernels of `victims.py` put slots in the order of eviction.
 
@@ -32,9 +35,11 @@ from .overlap import let_next_start, wait_for_previous
 
 # RESIDENCY, int64: this layer step's number, length of the miss list, next of the queue and its length, tick at which
 # it was filled, the hand that goes round when the queue has run out, fetch programs that are done, blocks that got no
-# slot.
+# slot, blocks that were fetched ahead.
 TICK, MISSED, CURSOR, QUEUED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 BUILT, HAND, ARRIVED, FAILED = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+PREFETCHED = tl.constexpr(8)
+FIELDS = 9
 
 TRIES = tl.constexpr(4096)                                  # slots that the hand looks at for one block
 
@@ -61,12 +66,13 @@ def _on_use(priority, clock, POLICY: tl.constexpr):
 
 
 @triton.jit
-def touch(desc, row, ranked, planned, POLICY: tl.constexpr, TILE: tl.constexpr):
+def touch(desc, row, ranked, planned, POLICY: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr = False):
     """Blocks that a row and KV head is about to read: stamp those that have a slot, list the others.
 
     row: int64 ids of its blocks; ranked: int64 [planned] block numbers, all different, as this program has stored them.
     TILE: at least the program's threads, so that no two of them stand for the same element.
     Hits count for every row; a miss counts once, for the row that lists it.
+    AHEAD: the blocks are only expected to be read. They are kept from being evicted, and nothing is counted.
     """
     state = d.address(desc, d.RESIDENCY, tl.int64)
     slot_of, use = d.address(desc, d.SLOT_OF, tl.int64), d.address(desc, d.USE, tl.int64)
@@ -81,28 +87,32 @@ def touch(desc, row, ranked, planned, POLICY: tl.constexpr, TILE: tl.constexpr):
         block = tl.load(row + n, mask=r < planned, other=0)
         slot = tl.load(slot_of + block, mask=block > 0, other=0)
         hit = slot > 0
-        # Rows may share blocks. The first to stamp a slot counts the use, for all of them.
-        stamp = tl.full([TILE], 0, tl.int64) + tick
-        first = hit & (tl.atomic_xchg(use + slot, stamp, mask=hit, sem="relaxed") != tick)
-        old = tl.load(priority + slot, mask=first, other=0.0)
-        tl.store(priority + slot, _on_use(old, clock, POLICY), mask=first)
         # 0 becomes -1 for one of those who miss it; to the others, and to whoever looks later, it is -1.
         miss = (block > 0) & (slot <= 0)
-        lead = miss & (tl.atomic_min(slot_of + block, tl.full([TILE], -1, tl.int64), mask=miss, sem="relaxed") == 0)
+        # Asked for together, before any of it is looked at: each is a way to memory and back.
+        state_before = tl.atomic_min(slot_of + block, tl.full([TILE], -1, tl.int64), mask=miss, sem="relaxed")
+        stamp = tl.full([TILE], 0, tl.int64) + tick
+        stamp_before = tl.atomic_xchg(use + slot, stamp, mask=hit, sem="relaxed")
+        old = tl.load(priority + slot, mask=hit, other=0.0)
+        lead = miss & (state_before == 0)
+        if not AHEAD:
+            # Rows may share blocks. The first to stamp a slot counts the use, for all of them.
+            tl.store(priority + slot, _on_use(old, clock, POLICY), mask=hit & (stamp_before != tick))
         leads = tl.sum(lead.to(tl.int64), 0)
         at = tl.atomic_add(state + MISSED, leads, sem="relaxed")
         tl.store(misses + at + tl.cumsum(lead.to(tl.int64), 0) - 1, block, mask=lead)
-        tl.atomic_add(counters, tl.sum(hit.to(tl.int64), 0), sem="relaxed")
-        tl.atomic_add(counters + 1, leads, sem="relaxed")
+        if not AHEAD:
+            tl.atomic_add(counters, tl.sum(hit.to(tl.int64), 0), sem="relaxed")
+            tl.atomic_add(counters + 1, leads, sem="relaxed")
 
 
 @triton.jit
-def touch_kernel(desc, INFO, POLICY: tl.constexpr, TILE: tl.constexpr):
+def touch_kernel(desc, INFO, POLICY: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr = False):
     """`touch` by itself, one program a row and KV head. INFO [B, H, 8] int32: blocks ranked, as select leaves it."""
     pid = tl.program_id(0).to(tl.int64)
     row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
     ranked = d.address(desc, d.RANKED, tl.int64) + pid * tl.load(desc + d.WIDTH)
-    touch(desc, row, ranked, tl.load(INFO + pid * 8), POLICY, TILE)
+    touch(desc, row, ranked, tl.load(INFO + pid * 8), POLICY, TILE, AHEAD)
 
 
 @triton.jit
@@ -121,11 +131,11 @@ def _claim(use, pinned, slot, newest, tick):
 
 
 @triton.jit
-def _take(desc, state, tick):
-    """A slot that nothing needs at this tick, claimed; 0 if there is none."""
+def _take_queued(desc, state, tick):
+    """A slot of the queue that nothing has needed since it was filled, claimed; 0 if there is none."""
     use, pinned = d.address(desc, d.USE, tl.int64), d.address(desc, d.PINNED, tl.int8)
     queue = d.address(desc, d.QUEUE, tl.int64)
-    queued, others = tl.load(state + QUEUED), tl.load(desc + d.SLOTS) - 1
+    queued = tl.load(state + QUEUED)
     newest = tl.load(state + BUILT) - 1                     # what was used since is not what the queue thinks it is
     one, taken = tl.full([], 1, tl.int64), tl.full([], 0, tl.int64)
     at = tl.atomic_add(state + CURSOR, one, sem="relaxed")
@@ -133,6 +143,15 @@ def _take(desc, state, tick):
         taken = _claim(use, pinned, tl.load(queue + at), newest, tick)
         if taken == 0:
             at = tl.atomic_add(state + CURSOR, one, sem="relaxed")
+    return taken
+
+
+@triton.jit
+def _take(desc, state, tick):
+    """A slot that nothing needs at this tick, claimed; 0 if there is none."""
+    taken = _take_queued(desc, state, tick)
+    use, pinned = d.address(desc, d.USE, tl.int64), d.address(desc, d.PINNED, tl.int8)
+    others, one = tl.load(desc + d.SLOTS) - 1, tl.full([], 1, tl.int64)
     # One round of the hand, whoever moves it on, passes every slot; what can be claimed is claimed on the way. In a large
     # pool a program gives up sooner: the way to the host is shorter.
     tries = tl.full([], 0, tl.int64)
@@ -169,23 +188,29 @@ def _make_room(desc, state, block, slot, USED: tl.constexpr, POLICY: tl.constexp
 
 
 @triton.jit
-def end_step(desc, state, tick, LAYERS: tl.constexpr):
-    """Called once by every program that gives out slots: the last one to come begins the next layer step."""
+def end_step(desc, state, tick, LAYERS: tl.constexpr, AHEAD: tl.constexpr = False):
+    """Called once by every program that gives out slots: the last one to come begins the next layer step.
+
+    AHEAD: what ends was no layer's own step, and the clock stands still.
+    """
     tl.debug_barrier()                                      # no thread has yet to read what the last program resets
     if tl.atomic_add(state + ARRIVED, tl.full([], 1, tl.int64), sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(state + ARRIVED, 0)
         tl.store(state + MISSED, 0)
         tl.store(state + TICK, tick + 1)
-        clock = d.address(desc, d.CLOCK, tl.float64)
-        tl.store(clock, tl.load(clock) + tl.full([], 1.0, tl.float64) / LAYERS)
+        if not AHEAD:
+            clock = d.address(desc, d.CLOCK, tl.float64)
+            tl.store(clock, tl.load(clock) + tl.full([], 1.0, tl.float64) / LAYERS)
 
 
 @triton.jit
 def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constexpr, LAYERS: tl.constexpr,
-                 POLICY: tl.constexpr, OVERLAP: tl.constexpr):
+                 POLICY: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr):
     """Every block of the miss list into a slot, by a few programs; the last one to finish begins the next layer step.
 
     BYTES: of a block. WORD: the type it is copied in, int32 where its bytes allow it. TILE: words in flight a program.
+    AHEAD: 0, or the most blocks that are fetched ahead. They get slots of the queue only, half of it over all layers, so
+    that those that are really read find theirs in the order of eviction; and they count as used when they are.
     The kernel after this one may start once the selection has ended and all programs of this one run, so that whoever
     waits for a listed block keeps no program of this one out. It has to wait for the end of this one before it ends itself.
     """
@@ -197,13 +222,24 @@ def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constex
     let_next_start(OVERLAP)
     missed, tick = tl.load(state + MISSED).to(tl.int32), tl.load(state + TICK)
     r = tl.arange(0, TILE)
-    for m in range(tl.program_id(0), missed, tl.num_programs(0)):
+    wanted = missed
+    if AHEAD > 0:
+        room = (tl.load(state + QUEUED) // (2 * LAYERS)).to(tl.int32)
+        wanted = tl.minimum(missed, tl.minimum(room, AHEAD))
+        for m in range(wanted + tl.program_id(0), missed, tl.num_programs(0)):
+            tl.store(slot_of + tl.load(misses + m), 0)
+        if tl.program_id(0) == 0:
+            tl.store(state + PREFETCHED, tl.load(state + PREFETCHED) + wanted)
+    for m in range(tl.program_id(0), wanted, tl.num_programs(0)):
         block = tl.load(misses + m)
         source = host + block * WORDS
         # The way to the host is long: look for a slot meanwhile.
         words = tl.load(source + r, mask=r < WORDS, other=0, cache_modifier=".cg")
-        slot = _take(desc, state, tick)
-        _make_room(desc, state, block, slot, True, POLICY)
+        if AHEAD > 0:
+            slot = _take_queued(desc, state, tick)
+        else:
+            slot = _take(desc, state, tick)
+        _make_room(desc, state, block, slot, AHEAD == 0, POLICY)
         if slot > 0:
             target = kv + slot * WORDS
             tl.store(target + r, words, mask=r < WORDS)
@@ -212,7 +248,7 @@ def fetch_kernel(desc, BYTES: tl.constexpr, WORD: tl.constexpr, TILE: tl.constex
                 tl.store(target + low + r, words, mask=low + r < WORDS)
         tl.debug_barrier()                                  # all threads have stored their words
         tl.atomic_xchg(slot_of + block, slot, sem="release")
-    end_step(desc, state, tick, LAYERS)
+    end_step(desc, state, tick, LAYERS, AHEAD > 0)
 
 
 @triton.jit
@@ -261,7 +297,7 @@ def admit_kernel(desc, H: tl.constexpr, P: tl.constexpr, POLICY: tl.constexpr):
 
 
 @triton.jit
-def _tail(length, P: tl.constexpr, UB: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
+def first_of_tail(length, P: tl.constexpr, UB: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
     """First block of the always-read tail in the step that stores the token at `length`."""
     return tl.maximum(tl.minimum(length // (P * UB) * UB, length // P - RECENT), SINK)
 
@@ -284,7 +320,7 @@ def settle(desc, row, length, P: tl.constexpr, UB: tl.constexpr, SINK: tl.conste
         for low in range(0, WORDS, TILE):
             r = low + tl.arange(0, TILE)
             tl.store(target + r, tl.load(source + r, mask=r < WORDS, other=0), mask=r < WORDS)
-    first, last = _tail(length - 1, P, UB, SINK, RECENT), _tail(length, P, UB, SINK, RECENT)
+    first, last = first_of_tail(length - 1, P, UB, SINK, RECENT), first_of_tail(length, P, UB, SINK, RECENT)
     if first < last:
         column = first + tl.arange(0, TAIL)
         block = tl.load(row + column, mask=column < last, other=0)

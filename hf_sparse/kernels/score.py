@@ -14,6 +14,7 @@ import triton.language as tl
 
 from . import descriptor as d
 from .append import softcap_log2
+from .reuse import units_to_rank
 
 # Adding it to a small float leaves the nearest integer in the low bits.
 MAGIC = tl.constexpr(12582912.0)
@@ -183,10 +184,12 @@ def _sixteen_tokens(low, high, words, RUN: tl.constexpr, ROWS: tl.constexpr, T4:
 
 
 @triton.jit
-def score(desc, Q, q_b, q_h, scale, softcap, pid, stripe, stripes, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-          D: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, PTX: tl.constexpr,
-          CAP: tl.constexpr):
-    """A stripe of the units of a row and KV head, for HEADS query heads; scale includes log2(e)."""
+def score(desc, Q, q_b, q_h, scale, softcap, pid, stripe, stripes, H: tl.constexpr, MAPPED: tl.constexpr,
+          G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, R4: tl.constexpr,
+          R2: tl.constexpr, PTX: tl.constexpr, CAP: tl.constexpr, SINK: tl.constexpr = 0, RECENT: tl.constexpr = 0,
+          REUSE: tl.constexpr = 1):
+    """A stripe of the units of a row and KV head, for HEADS query heads; scale includes log2(e). REUSE: tokens that share a
+    selection; SINK and RECENT matter above 1 only."""
     U: tl.constexpr = P * UB
     ROWS: tl.constexpr = U // 4
     R: tl.constexpr = R4 + R2
@@ -194,7 +197,10 @@ def score(desc, Q, q_b, q_h, scale, softcap, pid, stripe, stripes, H: tl.constex
     T2: tl.constexpr = (R2 + 31) // 32
     LIMIT: tl.constexpr = 32500.0 if D <= 256 else 8000.0   # so that no sum leaves int32
     lengths = d.address(desc, d.LENGTHS, tl.int64)
-    units = (tl.load(lengths + pid // H) // U).to(tl.int32)
+    length = tl.load(lengths + pid // H)
+    units = (length // U).to(tl.int32)
+    if REUSE > 1:
+        units = units_to_rank(desc, pid, length, units, P, UB, SINK, RECENT)
     if stripe < units:
         capacity = tl.load(desc + d.UNITS)
         width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
@@ -214,7 +220,7 @@ def score(desc, Q, q_b, q_h, scale, softcap, pid, stripe, stripes, H: tl.constex
         high = column % 2 == 0
         magic = tl.where(high, MAGIC + 128.0, MAGIC)        # the low byte is signed, so the high one rounds
         head = first_head + column // 2
-        at = Q + pid // H * q_b + (pid % H * G + head) * q_h
+        at = Q + pid // H * q_b + (d.model_head(desc, pid % H, MAPPED) * G + head) * q_h
         places = _per_channel(order, c, R4) + _per_channel(order + R4, c, R2)
         query = ()
         constant = tl.zeros([32], tl.float32)

@@ -13,6 +13,7 @@ from . import descriptor as d
 from .append import forced_masses
 from .overlap import let_next_start, wait_for_previous
 from .residency import touch
+from .reuse import keep, kept_blocks, selects_anew
 
 
 @triton.jit
@@ -50,11 +51,11 @@ def masses(rows, n, first, last, width):
 
 @triton.jit
 def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context, floor_share,
-                  top_share, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
+                  top_share, top_least, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
                   SINK: tl.constexpr, RECENT: tl.constexpr, PIECES: tl.constexpr, FP: tl.constexpr,
                   NEVER: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, OCTAVES: tl.constexpr,
                   STEPS: tl.constexpr, TIERED: tl.constexpr, POLICY: tl.constexpr, TOUCHED: tl.constexpr,
-                  OVERLAP: tl.constexpr):
+                  REMEMBER: tl.constexpr, AHEAD: tl.constexpr, REUSE: tl.constexpr, OVERLAP: tl.constexpr):
     """One program a row and KV head.
 
     MF [B, H, PIECES, GP]: log2 mass of the always-read blocks. need: blocks are planned until the estimated coverage is this.
@@ -64,6 +65,9 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
     Writes TOT [B, H, GP]: log2 of the estimated total mass; INFO [B, H, 8] int32: blocks planned, candidates, always-read
     blocks, how many candidates may be read, the bits of the share from which blocks are planned; RANKED: the planned blocks;
     SHARE. TIERED: what is planned is looked up in the pool, TOUCHED blocks at a time.
+    REMEMBER: notes down what a selection ahead goes by. AHEAD: this is one, of `need` times as many blocks as the layer's last
+    token has planned, whose always-read blocks stand in for those of the token to come.
+    REUSE: tokens that share a selection; above 1, INFO[7] says whether it is this token's own.
     """
     let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
@@ -77,11 +81,15 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
     blocks = ((new + P - 1) // P).to(tl.int32)
     forced = blocks - candidates
     short = new < min_context
-    budget = tl.minimum(max_blocks, tl.ceil(blocks * top_share).to(tl.int32))
+    budget = tl.minimum(max_blocks, tl.maximum(tl.ceil(blocks * top_share).to(tl.int32), top_least))
     count = tl.minimum(candidates, tl.maximum(budget - forced, 0))
     count = tl.where(short, candidates, count)
     least = tl.maximum(min_blocks, tl.ceil(blocks * floor_share).to(tl.int32))
     floor = tl.where(short, candidates, tl.minimum(tl.maximum(least - forced, 0), count))
+
+    if AHEAD:
+        planned_before = tl.load(d.address(desc, d.PLANNED_BEFORE, tl.int32) + pid)
+        count = tl.minimum(candidates, tl.ceil(planned_before * need).to(tl.int32))
 
     width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)
     share = d.address(desc, d.SHARE, tl.float32) + pid * width
@@ -90,7 +98,25 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
     rows = d.address(desc, d.ESTIMATE, tl.float32) + pid * GP * width + rg[:, None] * width
 
     wait_for_previous(OVERLAP)
-    _, forced_mass = forced_masses(MF, pid, GP, PIECES, FP)
+    if REUSE > 1:
+        if selects_anew(desc, pid, start):
+            tl.store(INFO + pid * 8 + 7, 1)
+        else:
+            kept = tl.minimum(kept_blocks(desc, pid), count)
+            tl.store(INFO + pid * 8, kept)
+            tl.store(INFO + pid * 8 + 1, candidates)
+            tl.store(INFO + pid * 8 + 2, forced)
+            tl.store(INFO + pid * 8 + 3, kept)
+            tl.store(INFO + pid * 8 + 7, 0)
+            if TIERED:
+                touch(desc, d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS), ranked, kept, POLICY, TOUCHED)
+            return
+    if AHEAD:
+        forced_mass = tl.load(d.address(desc, d.FORCED_BEFORE, tl.float32) + pid * GP + rg)
+    else:
+        _, forced_mass = forced_masses(MF, pid, GP, PIECES, FP)
+    if REMEMBER:
+        tl.store(d.address(desc, d.FORCED_BEFORE, tl.float32) + pid * GP + rg, forced_mass)
     e = masses(rows, rt, SINK, start, width)
     first_top = tl.maximum(forced_mass, tl.max(e, 1))
     relative = tl.exp2(e - first_top[:, None])
@@ -162,6 +188,10 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
     tl.store(info + 2, forced)
     tl.store(info + 3, count)
     tl.store(info + 4, cut)
+    if REUSE > 1:
+        keep(desc, pid, start, planned)
+    if REMEMBER:
+        tl.store(d.address(desc, d.PLANNED_BEFORE, tl.int32) + pid, planned)
     if TIERED:
         row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
-        touch(desc, row, ranked, planned, POLICY, TOUCHED)
+        touch(desc, row, ranked, planned, POLICY, TOUCHED, AHEAD)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .residency import POLICIES, fetch_kernel
+from .residency import FIELDS, POLICIES, fetch_kernel
 from .victims import BIN_COUNT, count_victims_kernel, queue_victims_kernel
 
 
@@ -45,6 +45,7 @@ class Tier:
     block_bytes: int
     eviction: str
     layers: int                                             # of the pool
+    prefetch: bool = False                                  # selections are remembered, to fetch ahead by
     beside: ClassVar[bool] = True                           # attention may start with the fetch, where kernels overlap
 
     def rank_constants(self, leaving: int) -> dict:
@@ -54,22 +55,25 @@ class Tier:
                 "COPY": min(types["TILE"], TUNING.settle_tile), "LEAVING": triton.next_power_of_2(leaving)}
 
     def select_constants(self) -> dict:
-        return {"TIERED": True, "POLICY": POLICIES[self.eviction], "TOUCHED": TUNING.touched}
+        return {"TIERED": True, "POLICY": POLICIES[self.eviction], "TOUCHED": TUNING.touched, "REMEMBER": self.prefetch}
 
     def start_token(self, desc: torch.Tensor) -> None:
         """Once a token, before its first layer: who is evicted next. desc: int64 [FIELDS] of any layer of the pool."""
         queue_victims(desc, self.eviction)
 
-    def fetch(self, desc: torch.Tensor, **start) -> None:
-        """Slots and contents for what the selection has listed; ends the layer step. `start`: how it is launched."""
+    def fetch(self, desc: torch.Tensor, ahead: int = 0, **start) -> None:
+        """Slots and contents for what the selection has listed; ends the layer step. `start`: how it is launched.
+
+        ahead: 0, or the most blocks to fetch ahead of the step that will read them.
+        """
         fetch_kernel[(TUNING.fetch_programs,)](
-            desc, **copy_types(self.block_bytes), LAYERS=self.layers, POLICY=POLICIES[self.eviction],
+            desc, **copy_types(self.block_bytes), LAYERS=self.layers, POLICY=POLICIES[self.eviction], AHEAD=ahead,
             **{"OVERLAP": False, **start}, num_warps=TUNING.fetch_warps, num_stages=1)
 
 
 # Without a host tier.
 RESIDENT_RANK = {"TIERED": False, "POLICY": 0, "BYTES": 0, "WORD": tl.int8, "COPY": 1, "LEAVING": 1}
-RESIDENT_SELECT = {"TIERED": False, "POLICY": 0, "TOUCHED": 1}
+RESIDENT_SELECT = {"TIERED": False, "POLICY": 0, "TOUCHED": 1, "REMEMBER": False}
 
 
 class TierWork:
@@ -82,7 +86,7 @@ class TierWork:
 
     def __init__(self, slots: int, misses: int, victims: int, device: torch.device):
         new = lambda size, dtype=torch.int64: torch.zeros(size, dtype=dtype, device=device)  # noqa: E731
-        self.use, self.state = new(slots), new(8)
+        self.use, self.state = new(slots), new(FIELDS)
         self.state[0] = 1                                   # no stamp is of the first tick
         self.misses, self.queue = new(misses), new(victims)
         self.bins = new(2 * TUNING.victim_programs * BIN_COUNT.value, torch.int32)

@@ -38,7 +38,8 @@ def psa_attention(module, query, key, value, attention_mask, scaling=None, dropo
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = softcap or 0.0
     if isinstance(key, StepHandle):
-        output = decode(query, key.new, value.new, s_aux, key.number, key.order, float(scaling), float(softcap))
+        output = decode(query, key.new, value.new, s_aux, key.predicted, key.held, key.number, key.order, float(scaling),
+                        float(softcap))
         return output, None
     if isinstance(key, KVHandle) and isinstance(value, KVHandle) and key.pending is value.pending:
         if module.training and torch.is_grad_enabled():

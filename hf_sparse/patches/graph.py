@@ -19,7 +19,9 @@ from torch.library import custom_op
 from ..cache.layer import PSALayer
 from ..cache.owner import Change
 from ..cache.psa_cache import PSACache
+from ..cache.split import SplitLayer
 from ..compat import CACHE_ARGUMENT, CACHE_NAMES, Cache, CacheLayerMixin
+from . import predict
 from .capture import CapturedCall, fingerprint, signature
 
 # `kv_length` of a StepCache: the mask function knows it and makes no mask.
@@ -32,12 +34,16 @@ _MAKING = threading.Lock()
 
 
 class StepHandle:
-    """New keys (or values) of one token inside the compiled step, and the layer that they belong to."""
+    """New keys (or values) of one token inside the compiled step, and the layer that they belong to.
 
-    __slots__ = ("number", "order", "new")
+    predicted: the next layer's query, or None. held: what was predicted of this layer's, which has been read by now.
+    """
 
-    def __init__(self, number: int, order: int, new: torch.Tensor):
-        self.number, self.order, self.new = number, order, new
+    __slots__ = ("number", "order", "new", "predicted", "held")
+
+    def __init__(self, number: int, order: int, new: torch.Tensor, predicted: torch.Tensor | None = None,
+                 held: torch.Tensor | None = None):
+        self.number, self.order, self.new, self.predicted, self.held = number, order, new, predicted, held
 
 
 class StepLayer(CacheLayerMixin):
@@ -51,12 +57,16 @@ class StepLayer(CacheLayerMixin):
         super().__init__()
         self.number, self.order, self.tokens = number, order, length
         self.is_initialized = True
+        self.predicted = self.held = None                   # of the token that is being traced (predict.py)
 
     def lazy_initialization(self, *args) -> None:
         """Nothing to do."""
 
     def update(self, key_states, value_states, *args, **kwargs):
-        return StepHandle(self.number, self.order, key_states), StepHandle(self.number, self.order, value_states)
+        predicted, held = self.predicted, self.held
+        self.predicted = self.held = None
+        return (StepHandle(self.number, self.order, key_states, predicted, held),
+                StepHandle(self.number, self.order, value_states))
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         return STEP_LENGTH, 0
@@ -72,9 +82,10 @@ class StepLayer(CacheLayerMixin):
 
 
 class StepCache(Cache):
-    """What the compiled step takes for a cache."""
+    """What the compiled step takes for a cache. following: see `predict.following_layers`."""
 
-    def __init__(self, number: int, layers: int, device: torch.device):
+    def __init__(self, number: int, layers: int, device: torch.device, following: tuple = ()):
+        self.following = following
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
         super().__init__(layers=[StepLayer(number, order, self.tokens) for order in range(layers)])
 
@@ -92,7 +103,8 @@ class GraphedStep:
         _STEPS[self.number] = self
         self.static, self.device = static, device
         self.fingerprint = fingerprint(model)
-        self.cache = StepCache(self.number, layers, device)
+        prefetch = static.prefetch and model._hf_sparse.config.prefetch
+        self.cache = StepCache(self.number, layers, device, predict.following_layers(model) if prefetch else ())
         self.compiled = torch.compile(model.__call__, fullgraph=True, dynamic=False)
         self.captures: dict[tuple, CapturedCall] = {}       # by the signature of a call
         self.bound: list[PSALayer] = []
@@ -116,9 +128,9 @@ class GraphedStep:
         return outputs
 
     def __call__(self, cache: PSACache, inputs: dict, key: tuple):
-        layers = cache.sparse_layers
+        layers = cache.step_layers
         # The pool is also its forks', which must not move it between the preparation and the launch.
-        with self.lock, layers[0].pool.lock:
+        with self.lock, _pool(layers).lock:
             self._wait()
             outputs = self._decode(cache, layers, inputs, key)
             if self.device.type == "cuda":
@@ -139,7 +151,7 @@ class GraphedStep:
     def _decode(self, cache: PSACache, layers: list[PSALayer], inputs: dict, key: tuple):
         if self.cache_in_use() is not cache:
             self.use(cache)
-        pool, length = layers[0].pool, layers[0].length
+        pool, length = _pool(layers), layers[0].length
         # Seldom: the step itself must not wait for Python.
         if length >= self.room or length != self.tokens or _version(layers) != self.version:
             with Change(cache.state, pool, (ValueError, torch.OutOfMemoryError)):
@@ -167,7 +179,7 @@ class GraphedStep:
     def _first_calls(self, layers: list[PSALayer], key: tuple, inputs: dict):
         """The calls that compile and capture: waited for, to report what they cost, and undone if they fail."""
         started = time.perf_counter()
-        lengths = [layer.lengths.clone() for layer in layers]
+        lengths = [(held, held.clone()) for layer in layers for held in _lengths(layer)]
         call = self.captures.setdefault(key, CapturedCall(self._run, inputs, self.device))
         self.bound = layers
         try:
@@ -177,8 +189,9 @@ class GraphedStep:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except BaseException:
-            for layer, length in zip(layers, lengths):
-                layer.lengths.copy_(length)
+            for held, before in lengths:
+                held.copy_(before)
+            self.static.join()
             raise
         finally:
             self.bound = []                                 # whatever happened, the cache's memory is its owner's
@@ -186,25 +199,44 @@ class GraphedStep:
         return outputs
 
 
-def _version(layers: list[PSALayer]) -> int:
+def _lengths(layer: PSALayer | SplitLayer) -> list[torch.Tensor]:
+    """What the kernels count a layer's tokens in."""
+    if not isinstance(layer, SplitLayer):
+        return [layer.lengths]
+    return [layer.ring.lengths] + ([] if layer.blocks is None else [layer.blocks.lengths])
+
+
+def _version(layers: list[PSALayer | SplitLayer]) -> int:
     """Versions only grow: this one is another whenever something of a layer or its pool has moved."""
-    return max(max(layer.version, layer.pool.version) for layer in layers)
+    return max(max(layer.version, layer.pool.version if layer.pool is not None else 0) for layer in layers)
+
+
+def _pool(layers: list):
+    """The pool of the blocks of a step's layers."""
+    return next(layer.pool for layer in layers if layer.pool is not None)
 
 
 @custom_op("hf_sparse::decode", mutates_args=())
-def decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, number: int,
-           order: int, scaling: float, softcap: float) -> torch.Tensor:
+def decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None,
+           predicted: torch.Tensor | None, held: torch.Tensor | None, number: int, order: int, scaling: float,
+           softcap: float) -> torch.Tensor:
     """The whole decode step of a layer, opaque: [B, Hq, 1, D] -> [B, 1, Hq, Dv].
 
     The buffers that it writes are reached through the step's descriptors, not through arguments, so that neither their
     number nor their addresses become part of the compiled graph.
+
+    predicted: [B, Hq, 1, D], the next layer's query; what it asks for is fetched beside all that comes before that layer's
+    step. held: what was predicted of this layer; an argument so that its memory is nobody else's until here.
     """
     step = _STEPS[number]
-    return step.static.run(step.bound[order], query, key, value, sinks, scaling, softcap)
+    output = step.static.run(step.bound[order], query, key, value, sinks, scaling, softcap)
+    if predicted is not None:
+        step.static.look_ahead(step.bound[order + 1], predicted, scaling, softcap)
+    return output
 
 
 @decode.register_fake
-def _(query, key, value, sinks, number, order, scaling, softcap):
+def _(query, key, value, sinks, predicted, held, number, order, scaling, softcap):
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
@@ -243,14 +275,17 @@ def valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
     """Whether generate() should ask for `get_compiled_call`."""
     cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
     if isinstance(cache, PSACache):
-        return not generation_config.disable_compile and capturable(self, cache)
+        captured = not generation_config.disable_compile and capturable(self, cache)
+        if cache.config.prefetch and not (captured and self._hf_sparse.config.prefetch):
+            _warn_no_prefetch()
+        return captured
     return type(self)._valid_auto_compile_criteria(self, model_kwargs, generation_config)
 
 
 def capturable(model, cache: PSACache) -> bool:
     """Whether every layer's decode step is the kernels' alone, on one GPU. If it is not for the fetcher, says so once."""
     kernels = (cache.config.compile and model.device.type == "cuda" and model._hf_sparse.support == "sparse"
-               and all(isinstance(layer, PSALayer) for layer in cache.layers)
+               and len(cache.step_layers) == len(cache.layers) and bool(cache.sparse_layers)
                and len(set((getattr(model, "hf_device_map", None) or {"": 0}).values())) == 1
                and getattr(model, "hf_quantizer", None) is None
                and cache.state.kernels(model.device, model.dtype))
@@ -264,6 +299,12 @@ def capturable(model, cache: PSACache) -> bool:
 def _warn_uncaptured(fetcher: str) -> None:
     warnings.warn(f"fetcher={fetcher!r} decodes uncaptured: the host takes part in every layer's step. compile=False says that "
                   "this is meant.", UserWarning, stacklevel=2)
+
+
+@lru_cache(maxsize=None)
+def _warn_no_prefetch() -> None:
+    warnings.warn("prefetch=True does nothing here: it takes patch_model(..., prefetch=True) and a captured decode step (on a "
+                  "GPU, with compile=True and settings that the kernels have).", UserWarning, stacklevel=2)
 
 
 def _key(cache: PSACache) -> tuple:
@@ -282,7 +323,7 @@ def _find_step(model, patch, cache: PSACache, inputs: dict) -> GraphedStep | Non
     """The captured step for this cache, or None if it needs an eager one."""
     if not capturable(model, cache):
         return None
-    key, layers, mask = _key(cache), cache.sparse_layers, inputs.get("attention_mask")
+    key, layers, mask = _key(cache), cache.step_layers, inputs.get("attention_mask")
     if not all(layer.in_reach() for layer in layers):
         return None
     if key in patch.steps and patch.steps[key] is None:     # it could not be captured

@@ -83,6 +83,6 @@ def is_plain(mask_function) -> bool:
 
 def hides_nothing(mask_function, layer) -> bool:
     """For a single new token of a full-attention row: causal, or causal widened by something else, is everything."""
-    if getattr(layer, "kind", None) != "psa" or getattr(mask_function, "__qualname__", "") != "or_masks.<locals>.or_mask":
+    if getattr(layer, "kind", None) not in ("psa", "split") or getattr(mask_function, "__qualname__", "") != "or_masks.<locals>.or_mask":
         return False
     return causal_mask_function in mask_function.__closure__[0].cell_contents

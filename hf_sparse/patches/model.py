@@ -14,7 +14,7 @@ import torch
 from ..cache.psa_cache import PSACache
 from ..compat import CACHE_ARGUMENT, CACHE_NAMES
 from ..config import PSAConfig
-from . import support
+from . import predict, support
 from .attention import NAME, register
 from .graph import get_compiled_call, valid_auto_compile_criteria
 from .prefill import in_chunks
@@ -57,7 +57,12 @@ def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides
     config = PSAConfig.build(config, **overrides)
     target = _base(model)
     verdict = _check(target)
+    if verdict.kind == "dense" and config.streaming_heads:
+        raise NotImplementedError(f"{type(target).__name__} can't have streaming_heads, as its attention needs all keys and values: "
+                                  f"{'; '.join(verdict.reasons)}. Leave them out.")
     sparse = _has_full_attention(target, config)            # builds a cache: what it refuses is refused before any change
+    if config.prefetch:
+        predict.following_layers(target)                    # or it is refused
     if getattr(target, _STATE, None) is not None:
         unpatch_model(target)
     register()
@@ -77,6 +82,8 @@ def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides
                       UserWarning, stacklevel=2)
     hooks = (target.register_forward_pre_hook(_check_call, with_kwargs=True).id,
              target.register_forward_hook(_leave_call, with_kwargs=True, always_call=True).id)
+    if config.prefetch:
+        predict.install(target)
     own = {name: target.__dict__[name] for name in _METHODS if name in target.__dict__}
     setattr(target, _STATE, PatchState(config, implementations, hooks, verdict.kind, own))
     target.last_psa_cache = None
@@ -97,6 +104,7 @@ def unpatch_model(model):
         hooks.pop(before, None)
     for hooks in (target._forward_hooks, target._forward_hooks_with_kwargs, target._forward_hooks_always_called):
         hooks.pop(after, None)
+    predict.remove(target)
     _restore(target, state.implementations)
     for name in (*_METHODS, "last_psa_cache", _STATE):
         target.__dict__.pop(name, None)
@@ -256,7 +264,7 @@ def _check(model) -> support.Support:
 
 
 def _has_full_attention(model, config: PSAConfig) -> bool:
-    return bool(PSACache(model.config, config).sparse_layers)
+    return bool(PSACache(model.config, config).step_layers)
 
 
 def _base(model):

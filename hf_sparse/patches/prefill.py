@@ -12,6 +12,7 @@ import torch
 
 from ..cache.layer import PSALayer
 from ..cache.psa_cache import PSACache
+from ..cache.split import SplitLayer
 from ..cache.state import auto_budget, free_bytes
 from ..cache.window import WindowLayer
 from ..compat import CACHE_NAMES
@@ -107,7 +108,7 @@ def _automatic(model, cache: PSACache, kwargs: dict, generation_config, ids) -> 
         return None
     if len(set(map(str, (getattr(model, "hf_device_map", None) or {"": 0}).values()))) > 1:
         return None
-    if not all(isinstance(layer, (PSALayer, WindowLayer)) for layer in cache.layers) or _length_dependent(config):
+    if not all(isinstance(layer, (PSALayer, SplitLayer, WindowLayer)) for layer in cache.layers) or _length_dependent(config):
         return None
     if any(torch.is_tensor(value) and name not in PLAIN_INPUTS for name, value in kwargs.items()):
         return None                                         # images, embeddings: what belongs to which chunk is not known here

@@ -19,15 +19,17 @@ def test_the_cheapest_setting_that_keeps_the_needles():
     rows = [row("psa@0.7", kv_fraction=0.05, relative=0.97), row("psa", kv_fraction=0.1), row("psa@0.9", kv_fraction=0.2),
             row("psa@0.6/window", kv_fraction=0.01), row("psa@0.5", kv_fraction=0.01, task="copy"),
             row("psa@0.4", kv_fraction=0.01, able=False)]
-    assert report.cheapest(rows, "needles", 8192, report.is_psa)["policy"] == "psa"
-    assert report.cheapest(rows, "needles", 4096, report.is_psa) is None
+    assert report.cheapest(rows, "needles", 8192, report.is_bounded_psa)["policy"] == "psa"
+    assert report.cheapest(rows, "needles", 4096, report.is_bounded_psa) is None
 
 
 def test_goals_are_reached_or_missed():
-    rows = [row("psa", kv_fraction=0.08, hbm_fraction=0.2, threshold=0.85, mass_p1=0.84, kl_mean=0.008),
+    rows = [row("psa", kv_fraction=0.08, hbm_fraction=0.2, threshold=0.9, mass_p1=0.5, kl_mean=0.008),
+            row("psa@0.85", threshold=0.85, mass_p1=0.84, kl_mean=0.006),
             row("psa@0.7", kv_fraction=0.05, relative=0.9, threshold=0.7, mass_p1=0.65, kl_mean=0.03),
             row("psa/max_blocks=9", kv_fraction=0.3, threshold=0.85, mass_p1=0.1, kl_mean=0.5),      # may stop short of its threshold
-            row("arkvale@0.45", kv_fraction=0.4), row("psa/reuse=4", kl_mean=0.024)]
+            row("arkvale@0.45", kv_fraction=0.4), row("psa@0.85/reuse=4", kl_mean=0.018),
+            row("dense/kv_bits=4", relative=0.96), row("dense/kv_bits=8", relative=0.995)]
     text = report.goals_table({"rows": rows})
     lines = {line.split(" | ")[1]: line for line in text.splitlines()[2:]}
     assert "8.0% (psa)" in lines["KV blocks read at 98 % of dense needle accuracy, 8192"]
@@ -36,6 +38,8 @@ def test_goals_are_reached_or_missed():
     assert "20.0% | **missed**" in lines["HBM bytes read, digest included, 8192"]
     assert "0.0080 | reached" in lines["mean KL on answers at the default, worst task and length"]
     assert "0.050 | **missed**" in lines["1st percentile of the mass gathered below the threshold, worst"]
+    assert "96.0% | **missed**" in lines["needles with 4-bit keys and values, 8192"]
+    assert "99.5% | reached" in lines["needles with 8-bit keys and values, 8192"]
     assert "3.0 x | **missed**" in lines["selection kept for 4 tokens: KL over that without, worst"]
 
 
@@ -53,7 +57,7 @@ def test_one_threshold_against_one_budget():
 
 def test_thresholds_are_told_by_length():
     rows = [row("psa@0.9", threshold=0.9, relative=0.99), row("psa@0.9", task="kl", metric="agreement", threshold=0.9, relative=0.5,
-            kl_mean=0.007), row("psa@0.8", threshold=0.8, length=4096), row("psa", able=False, threshold=0.85)]
+            kl_mean=0.007), row("psa@0.8", threshold=0.8, length=4096), row("psa@0.85", able=False, threshold=0.85), row("psa", threshold=0.9)]
     lines = report.threshold_table({"rows": rows}).splitlines()[2:]
     assert lines == ["| 0.8 | 4096 | 1.000 | 0.0050 | 0.0050 | 20.0% | 30.0% |", "| 0.9 | 8192 | 0.990 | 0.0060 | 0.0070 | 20.0% | 30.0% |"]
 

@@ -11,8 +11,9 @@ from hf_sparse.evaluation.policies import NAMES, parse_policies, parse_policy
 @pytest.mark.parametrize(
     ("text", "digest", "rule", "reading", "fields"),
     [
-        ("psa", "channel_codes", "estimate", "cut", {"threshold": 0.85}),
-        ("psa@0.8", "channel_codes", "estimate", "cut", {"threshold": 0.8}),
+        ("psa", "channel_codes", "estimate", "cut", {"threshold": 0.9, "bounds": (0.05, 0.16)}),
+        ("psa@0.8", "channel_codes", "estimate", "cut", {"threshold": 0.8, "bounds": (0, None)}),
+        ("psa@0.9", "channel_codes", "estimate", "cut", {"threshold": 0.9, "bounds": (0, None)}),
         ("psa@0.8/rounds", "channel_codes", "estimate", "rounds", {"threshold": 0.8, "round_blocks": 8}),
         ("psa/window@0.9", "channel_codes", "window", "rounds", {"threshold": 0.9}),
         ("psa@0.9/cuboid_mean", "cuboid_mean", "window", "rounds", {"threshold": 0.9}),
@@ -42,12 +43,38 @@ def test_names_mean_settings(text, digest, rule, reading, fields):
     assert (policy.name, policy.digest, policy.stop_rule, policy.reading) == (text, digest, rule, reading)
     assert {name: getattr(policy.config, name) for name in fields} == fields
     assert policy.dense == (text == "dense")
-    assert policy.real == (digest not in ("oracle", "pages") and rule != "true")
+    assert policy.real == (digest != "oracle" and rule != "true")
 
 
-def test_reuse_is_no_setting_of_a_cache():
-    policy = parse_policy("psa@0.85/reuse=4")
-    assert policy.reuse == 4 and policy.config == PSAConfig() and not policy.real
+def test_reuse_is_the_settings_of_a_cache():
+    policy = parse_policy("psa/reuse=4/reuse_refresh=0.1")
+    assert policy.config == PSAConfig(reuse=4, reuse_refresh=0.1) and policy.real
+    assert policy.to_dict() != parse_policy("psa/reuse=4").to_dict()
+    assert parse_policy("psa/reuse_refresh=0.1").to_dict() == parse_policy("psa").to_dict()      # nothing is reused
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("psa/kv_bits=8", {"kv_bits": 8}),
+        ("dense/kv_bits=4", {"kv_bits": 4}),
+        ("dense/streaming=0.25", {"streaming_heads": (), "streaming_sink": 128, "streaming_window": 256}),
+        ("psa@0.9/streaming_heads=3:1+0:2", {"streaming_heads": ((0, 2), (3, 1))}),
+        ("lserve@4096/streaming=0.5/kv_bits=4/streaming_sink=0", {"kv_bits": 4, "streaming_sink": 0}),
+    ],
+)
+def test_what_lserve_adds_is_no_dense_attention(text, fields):
+    policy, plain = parse_policy(text), parse_policy(text.split("/")[0])
+    assert policy.config == plain.config.replace(**fields) and policy.reads_all == plain.reads_all
+    assert policy.streaming == {"dense/streaming=0.25": 0.25, "lserve@4096/streaming=0.5/kv_bits=4/streaming_sink=0": 0.5}.get(text, 0)
+    assert not policy.dense and policy.real
+    assert policy.to_dict() != plain.to_dict() and set(plain.to_dict()) < set(policy.to_dict())
+
+
+def test_what_a_policy_does_not_use_is_not_in_its_settings():
+    known = {"kv_bits", "streaming", "streaming_heads", "streaming_sink", "streaming_window", "reuse_refresh", "logical_size"}
+    assert not known & set(parse_policy("psa").to_dict())
+    assert parse_policy("psa/kv_bits=16").dense is False and parse_policy("dense/kv_bits=16/streaming=0").dense
 
 
 def test_settings_start_from_those_given():
@@ -59,7 +86,8 @@ def test_settings_start_from_those_given():
 
 @pytest.mark.parametrize("base", [
     PSAConfig(policy="top_k", top_k=0.1), PSAConfig(policy="top_p", top_p=0.5), PSAConfig(max_blocks=0.2), PSAConfig(min_blocks=9),
-], ids=["top_k", "top_p", "max_blocks", "min_blocks"])  # fmt: skip
+    PSAConfig(kv_bits=4, streaming_heads=((0, 0),)),
+], ids=["top_k", "top_p", "max_blocks", "min_blocks", "lserve"])  # fmt: skip
 def test_names_that_say_it_all_win_over_the_settings(base):
     dense = parse_policy("dense", base)
     assert dense.dense and not can_skip(dense.config) and dense.config.min_blocks == 0
@@ -76,9 +104,10 @@ def test_a_threshold_of_one_with_a_limit_is_not_dense():
 
 
 def test_policies_that_choose_the_same_blocks_are_equal():
-    assert parse_policy("psa").to_dict() == parse_policy("psa@0.85/estimate/cut").to_dict()
+    assert parse_policy("psa").to_dict() == parse_policy("psa/estimate/cut").to_dict()
+    assert parse_policy("psa").to_dict() != parse_policy("psa@0.9").to_dict() == parse_policy("psa/max_blocks=none").to_dict()
     assert parse_policy("psa").to_dict() != parse_policy("psa/rounds").to_dict()
-    assert parse_policy("psa").threshold == 0.85 and parse_policy("topp@0.7").threshold == 0.7
+    assert parse_policy("psa").threshold == 0.9 and parse_policy("topp@0.7").threshold == 0.7
     assert parse_policy("topk@0.1").threshold is None
 
 
@@ -108,9 +137,19 @@ def test_lists_keep_their_order_and_each_name_once():
         ("psa/gpu_memory=4GiB", "'gpu_memory' can't be set here"),
         ("psa/block_size=big", "block_size='big' is not a number"),
         ("psa/block_size=17", "block_size=17 is not supported"),
-        ("psa/reuse=0", "whole numbers from 1 on"),
+        ("psa/reuse=0", "reuse=0"),
+        ("psa/kv_bits=2", "choose 16"),
+        ("psa/kv_bits=many", "not a number"),
+        ("psa/streaming=half", "share from 0 to 1"),
+        ("psa/streaming=1.5", "share from 0 to 1"),
+        ("psa/streaming_heads=1", "whole numbers"),
+        ("psa/streaming_heads=1:x", "whole numbers"),
+        ("psa/streaming=0.5/streaming_heads=1:1", "not both"),
+        ("psa/streaming_window=0", "must be at least 1"),
+        ("psa/streaming_heads=1:1+1:1", "twice"),
+        ("psa/kvbits=8", r"did you mean 'kv_bits'\?"),
         ("psa/dense_layers=0+x", "whole numbers"),
-        ("lserve/block_size=8", "logical pages of 16 tokens"),
+        ("lserve/block_size=8", "logical_size=16 must divide block_size=8"),
     ],
 )
 def test_what_means_nothing_is_refused(text, message):

@@ -314,7 +314,7 @@ def test_rows_add_up():
     assert psa.kl_mean == pytest.approx(1.0 / 8) and psa.kl_worst == pytest.approx(0.3) and psa.kl_max == 0.6
     assert psa.kv_fraction == 0.2 and psa.hbm_fraction == pytest.approx(0.3)
     assert psa.mass_mean == pytest.approx((99 * 0.9005 + 0.1005 + 80.05) / 200) and psa.mass_p1 == 0.8005
-    assert (psa.digest, psa.stop_rule, psa.threshold) == ("channel_codes", "estimate", 0.85)
+    assert (psa.digest, psa.stop_rule, psa.threshold) == ("channel_codes", "estimate", 0.9)
     assert psa.loss == psa.loss_dense == 0.5
 
 

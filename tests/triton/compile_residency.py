@@ -30,6 +30,7 @@ def record(block_bytes: int, policy: str) -> list:
         for name, kernel in kernels.items():
             setattr(tiering, name, Recorder(kernel, launches))
         tiering.Tier(block_bytes, policy, 2).fetch(desc[0])
+        tiering.Tier(block_bytes, policy, 2).fetch(desc[0], ahead=100)
         tiering.queue_victims(desc[0], policy)
     finally:
         for name, kernel in kernels.items():
@@ -38,7 +39,9 @@ def record(block_bytes: int, policy: str) -> list:
     Recorder(order_kernel, launches)[1](desc[0], torch.zeros(8, dtype=torch.int64), LAYERS=2, POLICY=POLICIES[policy],
                                         BITS=BLOCK_BITS, num_warps=1, num_stages=1)
     Recorder(touch_kernel, launches)[1](desc[0], torch.zeros(8, 8, dtype=torch.int32), POLICY=POLICIES[policy],
-                                        TILE=512, num_warps=16, num_stages=1)
+                                        TILE=512, AHEAD=False, num_warps=16, num_stages=1)
+    Recorder(touch_kernel, launches)[1](desc[0], torch.zeros(8, 8, dtype=torch.int32), POLICY=POLICIES[policy],
+                                        TILE=512, AHEAD=True, num_warps=16, num_stages=1)
     Recorder(settle_kernel, launches)[1](desc[0], H=4, P=32, UB=4, SINK=1, RECENT=1, TAIL=8, POLICY=POLICIES[policy],
                                          **tiering.copy_types(block_bytes), num_warps=4, num_stages=1)
     return launches

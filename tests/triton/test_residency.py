@@ -372,6 +372,8 @@ def test_kernels_compile(capability, tmp_path):
                           env={**environment, "TRITON_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr[-3000:]
     built = re.findall(rf"sm_{capability} (\w+)_kernel (\d+) bytes \w+: (\d+) bytes(, wide loads)?", done.stdout)
-    assert [name for name, *_ in built] == ["fetch", "count_victims", "queue_victims", "admit", "order", "touch", "settle"] * 3
+    assert [name for name, *_ in built] == [
+        "fetch", "fetch", "count_victims", "queue_victims", "admit", "order", "touch", "touch", "settle"] * 3
     assert all(int(size) > 1000 for *_, size, _ in built)
-    assert [bool(wide) for name, *_, wide in built if name == "fetch"] == [True, True, False]      # 16 bytes a thread
+    assert [bool(wide) for name, *_, wide in built if name == "fetch"] == [
+        True, True, True, True, False, False]               # 16 bytes a thread; the second is of a prefetch

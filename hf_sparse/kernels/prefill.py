@@ -1,0 +1,119 @@
+"""Causal attention of prompts for layers some of whose KV heads are streaming heads, which see sinks and a window only.
+
+A streaming head's query at position t sees the keys j <= t with j < sink or j > t - window: the window counts the query itself.
+Queries are those of the last tokens.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+from . import ops
+from .reference.dense import exact_attention
+
+
+def streaming_attention(query, keys, values, heads: torch.Tensor | None, sink: int, window: int, scaling: float,
+                        softcap: float = 0.0, sinks=None, lengths=None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention of streaming heads.
+
+    Args:
+        query: [B, Hq, Q, D]; keys: [B, H, T, D]; values: [B, H, T, Dv]; Q <= T, Hq a multiple of H; any strides.
+        heads: [n] int32, the streaming ones of the H KV heads, all different; None: all.
+        sink, window: tokens.
+        sinks: [Hq] logits that take part in the normalisation only, or None.
+        lengths: [B] int64 real tokens of each row, the rest being padding behind them, or None. No key of padding counts,
+            whatever it holds, and its queries give zeros.
+        out: [B, Hq, Q, Dv], its last dimension contiguous, of which the query heads of `heads` are written; None: a new one,
+            zero elsewhere.
+
+    Returns:
+        `out`. A new one has the order [B, Q, Hq, Dv] in memory.
+
+    Raises:
+        ValueError: an empty window, more queries than keys, a scaling that isn't positive, or an `out` of another shape.
+    """
+    _check(query, keys, sink, window, scaling)
+    if out is None:
+        out = _new_output(query, values)
+        if heads is not None:
+            out.zero_()
+    elif out.shape != (*query.shape[:3], values.shape[3]) or out.stride(3) != 1:
+        raise ValueError(f"out has shape {tuple(out.shape)} and strides {out.stride()}: it must be "
+                         f"{(*query.shape[:3], values.shape[3])}, contiguous in the last dimension")
+    ops.prefill(out, query, keys, values, heads, 0, sink, window, scaling, softcap, sinks, lengths)
+    return out
+
+
+def prefill_attention(query, keys, values, streaming: tuple[int, ...], sink: int, window: int, scaling: float,
+                      softcap: float = 0.0, sinks=None, lengths=None) -> torch.Tensor:
+    """Attention of all heads of a layer; dense heads go to scaled_dot_product_attention where that is faster.
+
+    Args:
+        streaming: the streaming ones of the H KV heads.
+        others: see `streaming_attention`.
+
+    Returns:
+        [B, Hq, Q, Dv]
+
+    Raises:
+        ValueError: as there; heads that the layer does not have, or one of them twice.
+    """
+    heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
+    streaming = tuple(sorted(streaming))
+    if any(not 0 <= head < heads for head in streaming) or len(set(streaming)) < len(streaming):
+        raise ValueError(f"streaming heads must be different ones of the layer's {heads} KV heads, not {streaming}")
+    _check(query, keys, sink, window, scaling)
+    if keys.shape[2] <= sink + window:
+        streaming = ()                                      # nothing is hidden from them
+    dense = tuple(head for head in range(heads) if head not in streaming)
+    if softcap or sinks is not None or lengths is not None or not _suits_sdpa(query, keys, values):
+        out = _new_output(query, values)
+        listed = _listed(dense + streaming, query.device)
+        ops.prefill(out, query, keys, values, listed, len(dense), sink, window, scaling, softcap, sinks, lengths)
+        return out
+    if not streaming:
+        return exact_attention(query, keys, values, None, scaling, causal=True)
+    out = _new_output(query, values)
+    for first, end in _runs(dense):
+        own = slice(first * group, end * group)
+        out[:, own] = exact_attention(query[:, own], keys[:, first:end], values[:, first:end], None, scaling, causal=True)
+    ops.prefill(out, query, keys, values, _listed(streaming, query.device), 0, sink, window, scaling, 0.0, None, None)
+    return out
+
+
+def _check(query, keys, sink: int, window: int, scaling: float) -> None:
+    if sink < 0 or window < 1:
+        raise ValueError(f"a streaming head needs a window of at least the query itself, not sink={sink}, window={window}")
+    if query.shape[2] > keys.shape[2]:
+        raise ValueError(f"{query.shape[2]} queries are more than {keys.shape[2]} keys: queries are those of the last tokens")
+    if not scaling > 0:
+        raise ValueError(f"scaling={scaling} must be positive")
+
+
+def _suits_sdpa(query, keys, values) -> bool:
+    """Whether causal attention by scaled_dot_product_attention needs no mask."""
+    if query.shape[2] == keys.shape[2]:
+        return True
+    params = SDPAParams(query, keys, values, None, 0.0, False, query.shape[1] > keys.shape[1])
+    return query.is_cuda and query.shape[3] % 8 == 0 and can_use_flash_attention(params)
+
+
+def _new_output(query, values):
+    # The order that models want it in next.
+    batch, heads, count, _ = query.shape
+    return query.new_empty(batch, count, heads, values.shape[-1]).transpose(1, 2)
+
+
+def _runs(heads: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(first, one behind the last) of neighbours: heads that are a view together."""
+    runs = [[head for _, head in run] for _, run in groupby(enumerate(heads), lambda pair: pair[1] - pair[0])]
+    return [(run[0], run[-1] + 1) for run in runs]
+
+
+@lru_cache(maxsize=1024)
+def _listed(heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    # Once: what is copied to a GPU is waited for.
+    return torch.tensor(heads, dtype=torch.int32, device=device)

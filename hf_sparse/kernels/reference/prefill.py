@@ -1,0 +1,61 @@
+"""Causal attention of prompts where some KV heads see only sinks and a window, and never all logits at once."""
+from __future__ import annotations
+
+import torch
+
+# Queries that attend together, and logits of one head that are held at a time; results depend on neither.
+QUERY_CHUNK = 512
+LOGIT_ELEMENTS = 2**22
+
+
+def prefill(out, query, keys, values, heads, dense: int, sink: int, window: int, scaling: float, softcap: float, sinks,
+            lengths) -> None:
+    """`ops.prefill`, which says what the arguments are."""
+    tokens = keys.shape[2]
+    every = torch.arange(keys.shape[1], device=query.device) if heads is None else heads.long()
+    settings = (scaling, softcap, sinks, lengths)
+    _attend(out, query, keys, values, every[:dense], 0, tokens, *settings)
+    _attend(out, query, keys, values, every[dense:], sink, window, *settings)
+
+
+def _attend(out, query, keys, values, heads, sink, window, scaling, softcap, sinks, lengths):
+    """One kind of heads [n] int64."""
+    if not len(heads):
+        return
+    tokens, queries = keys.shape[2], query.shape[2]
+    past = tokens - queries
+    grouped = (keys.shape[1], query.shape[1] // keys.shape[1])
+    sinks = None if sinks is None else sinks.float().view(grouped)[heads, :, None, None]
+    step = max(1, min(QUERY_CHUNK, LOGIT_ELEMENTS // min(tokens, sink + window + QUERY_CHUNK)))
+    for low in range(0, queries, step):
+        high = min(low + step, queries)
+        part = query[:, :, low:high].unflatten(1, grouped)[:, heads]
+        t = torch.arange(past + low, past + high, device=query.device)
+        begin = max(0, past + low - window + 1)             # of the first query's window
+        position = torch.cat([torch.arange(min(sink, begin), device=query.device),
+                              torch.arange(begin, past + high, device=query.device)])
+        k, v = (torch.cat([x[:, :, :min(sink, begin)], x[:, :, begin:past + high]], 2)[:, heads] for x in (keys, values))
+        seen = (position <= t[:, None]) & ((position < sink) | (position > t[:, None] - window))[None]
+        if lengths is not None:
+            seen = seen & (position < lengths[:, None, None]) & (t[:, None] < lengths[:, None, None])
+            # Padding may hold anything, and zero times that is not zero.
+            v = v.masked_fill((position >= lengths[:, None])[:, None, :, None], 0)
+        result = _masked(part, k, v, seen[:, None, None], scaling, softcap, sinks)
+        out.unflatten(1, grouped)[:, heads, :, low:high] = result.to(out.dtype)
+
+
+def _masked(query, keys, values, seen, scaling, softcap, sinks):
+    """[B, n, G, q, D] over [B, n, T, D]; a query that sees nothing gives zeros."""
+    logits = torch.matmul(query, keys[:, :, None].transpose(-1, -2)).float() * scaling
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    top = torch.where(torch.isinf(top), 0.0, top)
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    return torch.matmul((weights / total.clamp(min=1e-30)).to(values.dtype), values[:, :, None])
