@@ -113,7 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="default: standard output")
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=16)
-    parser.add_argument("--threshold", type=float, default=0.85, help="of PSAConfig (default: %(default)s)")
+    parser.add_argument("--threshold", type=float, default=0.9, help="of PSAConfig (default: %(default)s)")
     parser.add_argument("--min-context", type=int, default=0, help="of PSAConfig (default: %(default)s)")
     return parser.parse_args(argv)
 

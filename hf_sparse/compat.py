@@ -47,6 +47,18 @@ def is_sliding_layer(layer) -> bool:
     return type(layer) is DynamicSlidingWindowLayer
 
 
+def layer_config(config, index: int):
+    """The config of layer `index` of a text model: one of its own where layers differ in heads or their sizes (Gemma 4), where
+    asking the model's may raise."""
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+
+
+def kv_heads(config, index: int) -> int:
+    """KV heads of layer `index` of a text model."""
+    config = layer_config(config, index)
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 def chunk_of(config, index: int) -> int | None:
     """The chunk length of layer `index`, if its window is chunked attention (Llama 4)."""
     chunk = getattr(config, "attention_chunk_size", None)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from ..compat import Cache, chunk_of, is_plain_layer, is_sliding_layer, template_layers
+from ..compat import Cache, chunk_of, is_plain_layer, is_sliding_layer, kv_heads, layer_config, template_layers
 from ..config import FORK_FIELDS, PSAConfig
 from ..kernels.reference.quantise import packed_bytes
 from ..kernels.reference.ring import SLACK
@@ -54,12 +54,14 @@ class PSACache(Cache):
         full = sum(map(is_plain_layer, templates))
         heads: tuple[int, ...] = ()
         if streaming:
-            found = (_kv_heads(text) - len(streaming.get(index, ())) for index, layer in enumerate(templates) if is_plain_layer(layer))
+            found = (kv_heads(text, index) - len(streaming.get(index, ())) for index, layer in enumerate(templates)
+                     if is_plain_layer(layer))
             heads = tuple(count for count in found if count)
         self.state = CacheState(self.config, layers=len(heads) if streaming else full, heads=heads)
         layers = [self._mirror(text, index, layer, streaming.get(index)) for index, layer in enumerate(templates)]
         self.fingerprint = model_fingerprint(text)
-        self._check_budget(text, full)
+        if full:
+            self._check_budget(text, full, next(index for index, layer in enumerate(templates) if is_plain_layer(layer)))
         self._model = None
         self.owner = Owner()
         self._entered: list | None = None                   # what layers held when a forward began that has not ended
@@ -73,9 +75,12 @@ class PSACache(Cache):
         """
         found: dict[int, tuple[int, ...]] = {}
         for index, head in self.config.streaming_heads:
-            if index >= len(templates) or head >= _kv_heads(config):
-                raise ValueError(f"streaming_heads names KV head {head} of layer {index}, but this model has {len(templates)} "
-                                 f"layers of {_kv_heads(config)} KV heads, counted from 0. Choose heads for this model.")
+            if index >= len(templates):
+                raise ValueError(f"streaming_heads names layer {index}, but this model has {len(templates)} layers, counted from 0. "
+                                 "Choose heads for this model.")
+            if head >= kv_heads(config, index):
+                raise ValueError(f"streaming_heads names KV head {head} of layer {index}, which has {kv_heads(config, index)} KV "
+                                 "heads, counted from 0. Choose heads for this model.")
             if not is_plain_layer(templates[index]):
                 raise ValueError(f"streaming_heads names layer {index}, which has no full attention. Leave it out.")
             found[index] = (*found.get(index, ()), head)
@@ -85,7 +90,7 @@ class PSACache(Cache):
         if is_plain_layer(layer):
             order = sum(isinstance(member(), PSALayer) for member in self.state.members)
             if streaming is not None:
-                return SplitLayer(self.state, index, order if len(streaming) < _kv_heads(config) else None, streaming)
+                return SplitLayer(self.state, index, order if len(streaming) < kv_heads(config, index) else None, streaming)
             return PSALayer(self.state, index, order)
         if is_sliding_layer(layer):
             return WindowLayer(self.state, index, layer.sliding_window, chunk_of(config, index))
@@ -96,12 +101,13 @@ class PSACache(Cache):
             f"Layer {index} of this model needs a {type(layer).__name__}, which PSACache can't replace. Use "
             "transformers' own cache for this model.")
 
-    def _check_budget(self, text, full_layers: int) -> None:
+    def _check_budget(self, text, full_layers: int, first: int) -> None:
+        """first: the index of a full-attention layer, which the others are like."""
         budget = self.config.gpu_bytes
         if budget is None or self.config.host_bytes == 0 or not self.state.layers:
             return
         try:
-            least = self._least_bytes(text, full_layers, torch.float16, 1)
+            least = self._least_bytes(layer_config(text, first), full_layers, torch.float16, 1)
         except AttributeError:
             return                                          # unusual config: checked when the first tokens arrive
         if budget < least:
@@ -110,7 +116,7 @@ class PSACache(Cache):
                              "wider types and batches.")
 
     def _least_bytes(self, text, full_layers: int, dtype: torch.dtype, batch: int) -> int:
-        heads = _kv_heads(text)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         config = self.config
         pools = self.state.layers // self.state.pool_layers
@@ -339,14 +345,10 @@ class PSACache(Cache):
         }
 
 
-def _kv_heads(config) -> int:
-    """KV heads of a layer of a text model."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
 def model_fingerprint(config) -> str:
     """What must be equal for a cache of one model to fit another."""
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    first = layer_config(config, 0)
+    heads = getattr(first, "num_key_value_heads", None) or getattr(first, "num_attention_heads", None)
     return (f"{getattr(config, 'model_type', '?')} with {getattr(config, 'num_hidden_layers', '?')} layers, "
             f"hidden size {getattr(config, 'hidden_size', '?')}, {heads} KV heads")
 

@@ -99,6 +99,10 @@ class SplitLayer(LayerProtocol):
         """The other heads of keys or values [B, H, q, *]."""
         return part.index_select(1, self.others)
 
+    def _rest_of_queries(self, query: torch.Tensor) -> torch.Tensor:
+        """The queries of the other heads, of [B, Hq, q, D]."""
+        return query.unflatten(1, (self.heads, -1)).index_select(1, self.others).flatten(1, 2)
+
     def _flush(self) -> None:
         self._extend_valid()
         if self.pending is not None and not self.pending.committed:
@@ -122,7 +126,7 @@ class SplitLayer(LayerProtocol):
         return KVLength(self.get_seq_length() + count, self), 0
 
     def materialise(self, which: str, pending: Pending) -> torch.Tensor:
-        """Dense keys and values of streaming heads are there only as long as nothing has left the ring."""
+        """Refused, always: what has left the ring is gone."""
         raise NotImplementedError(
             f"Layer {self.index} has streaming heads, which keep the first and the last tokens only, and something asks for "
             "all keys and values. Patch the model with hf_sparse.patch_model(model), or leave streaming_heads out.")
@@ -215,9 +219,8 @@ class SplitLayer(LayerProtocol):
     def _by_blocks(self, query, valid, mask, scaling, softcap, sinks, dense_step):
         """The other heads' attention, [B, heads, G, q, Dv]; stores their tokens."""
         blocks, group = self.blocks, query.shape[1] // self.heads
-        query = query.unflatten(1, (self.heads, group)).index_select(1, self.others).flatten(1, 2)
         sinks = None if sinks is None else sinks.view(self.heads, group).index_select(0, self.others).flatten()
-        output = blocks.attend(query, blocks.pending, valid, mask, scaling, softcap, sinks, dense_step)
+        output = blocks.attend(self._rest_of_queries(query), blocks.pending, valid, mask, scaling, softcap, sinks, dense_step)
         return output.unflatten(1, (-1, group))
 
     def _by_ring(self, query, pending, valid, single: bool, scaling, softcap, sinks):
@@ -244,7 +247,7 @@ class SplitLayer(LayerProtocol):
         if valid is None and self.valid is None:
             return self.ring.extend(query, keys, values, slice(None), self.length, self._turn_window(self.stepped), *more)
         output = query.new_zeros(*query.shape[:3], values.shape[-1])
-        # Of prompts and turns in pieces only, so the host may wait for the lengths.
+        # Of prompts and turns in pieces, and of decoded tokens some of which are padding, so the host may wait for the lengths.
         lengths = self.lengths.tolist()
         decoded = [self.stepped] * self.batch if self.valid is None else self.valid[:, :self.stepped].sum(1).tolist()
         for row, length in enumerate(lengths):
@@ -272,9 +275,7 @@ class SplitLayer(LayerProtocol):
     def _prefill(self, query, pending, valid, scaling, softcap, sinks):
         """The first tokens."""
         if self.blocks is not None:
-            group = query.shape[1] // self.heads
-            others = query.unflatten(1, (self.heads, group)).index_select(1, self.others).flatten(1, 2)
-            self.blocks.take(others, self.blocks.pending, valid)
+            self.blocks.take(self._rest_of_queries(query), self.blocks.pending, valid)
         with Change(self.state, refusals=()):               # the blocks have taken the tokens
             return self._prefill_all(query, pending, valid, scaling, softcap, sinks)
 

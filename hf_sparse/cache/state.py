@@ -159,6 +159,7 @@ class CacheState:
         if self.dense_expected or self.warned:
             return
         self.warned = True
-        warnings.warn("This PSACache hands out dense keys and values: attention is exact but not sparse. Patch the "
+        what = "exact" if self.config.kv_bits == 16 else f"of blocks in {self.config.kv_bits} bits"
+        warnings.warn(f"This PSACache hands out dense keys and values: attention is {what} but not sparse. Patch the "
                       "model with hf_sparse.patch_model(model) before using the cache.", UserWarning, stacklevel=4)
 

@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         policies = parse_policies(names, config)
         if args.blocks:
             policies += [policy for policy in parse_policies(SPREAD, config) if policy not in policies]
+        if args.heads and not any(policy.streaming for policy in policies):
+            raise ValueError(f"--heads {args.heads}: no policy has streaming=SHARE, which the profile is for")
         drawn = [path for path in (args.plot, args.map, args.blocks) if path]
         if drawn:
             plots.check(*drawn)

@@ -112,8 +112,7 @@ def answers(model, cache: PSACache, questions: Sequence[Question], dense: bool =
     for length in dict.fromkeys(lengths):
         places = [place for place, other in enumerate(lengths) if other == length]
         asked = [questions[place] for place in places]
-        # Tokens of one forward see windows of their own, and never a selection that was kept.
-        single = bool(cache.config.streaming_heads) or cache.config.reuse > 1
+        single = bool(cache.config.streaming_heads)         # tokens of one forward see windows of their own
         fork = cache.fork(**(DENSE if dense else {"sparse_queries": not single}))
         if len(asked) > 1:
             fork.batch_repeat_interleave(len(asked))

@@ -173,13 +173,13 @@ def full_attention_heads(model_config) -> tuple[tuple[int, ...], int]:
     Raises:
         ValueError: there is no such layer, or the number of KV heads differs between them.
     """
-    from ..compat import is_plain_layer, template_layers
+    from ..compat import is_plain_layer, kv_heads, template_layers
 
     config = model_config.get_text_config(decoder=True)
     layers = tuple(index for index, layer in enumerate(template_layers(config)) if is_plain_layer(layer))
     if not layers:
         raise ValueError("This model has no full-attention layer, so it has no heads that could stream.")
-    counts = {_kv_heads(config, layer) for layer in layers}
+    counts = {kv_heads(config, layer) for layer in layers}
     if len(counts) > 1:
         raise ValueError("The layers of this model differ in their KV heads "
                          f"({min(counts)} to {max(counts)}), which a profile can't say.")
@@ -191,12 +191,6 @@ def fingerprint(model_config) -> str:
     from ..cache.psa_cache import model_fingerprint
 
     return model_fingerprint(model_config.get_text_config(decoder=True))
-
-
-def _kv_heads(config, layer: int) -> int:
-    if getattr(config, "is_heterogeneous", False):          # Gemma 4: full-attention layers have KV heads of their own
-        config = config.per_layer_config[layer]
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _file(path: str | os.PathLike) -> pathlib.Path:

@@ -6,6 +6,7 @@ compiled step keeps the order of layers that share one pool.
 from __future__ import annotations
 
 import os
+import warnings
 from functools import lru_cache
 
 import torch
@@ -133,13 +134,21 @@ def _(tiers, query, table, order, rest, candidates, count, floor, output, mass, 
 @lru_cache(maxsize=None)
 def prefill_of(device: torch.device, head_dim: int):
     """The prefill kernel where it runs, else its reference; `head_dim` is the larger one of keys and values."""
-    on_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if head_dim <= 256 and (on_gpu or device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"):
+    reason = f"head size {head_dim} is above 256" if head_dim > 256 else None
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            reason = "compute capability is below 8.0"
+    elif device.type != "cpu" or os.environ.get("TRITON_INTERPRET", "0") != "1":
+        return _prefill.prefill
+    if reason is None:
         try:
             from .prefill_kernel import launch
             return launch
-        except Exception:  # noqa: BLE001 - whatever is wrong with Triton, the reference still works
-            pass
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with Triton, the reference still works
+            reason = f"the kernel can't be imported ({error})"
+    if device.type == "cuda":
+        warnings.warn(f"Prompts of layers with streaming heads go through PyTorch, which is slow on a GPU: {reason}.", UserWarning,
+                      stacklevel=2)
     return _prefill.prefill
 
 

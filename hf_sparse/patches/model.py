@@ -75,7 +75,8 @@ def patch_model(model, config: PSAConfig | str | dict | None = None, **overrides
         raise NotImplementedError(f"{type(target).__name__} does not let its attention be chosen (it stays "
                                   f"{actual!r}), so it can't be sparse. Use it unpatched.")
     if verdict.kind == "dense":
-        warnings.warn(f"{type(target).__name__} will be exact but not sparse: {'; '.join(verdict.reasons)}.",
+        stored = "" if config.kv_bits == 16 else f" And exact but for kv_bits={config.kv_bits}: it reads quantised blocks."
+        warnings.warn(f"{type(target).__name__} will be exact but not sparse: {'; '.join(verdict.reasons)}.{stored}",
                       UserWarning, stacklevel=2)
     elif not sparse:
         warnings.warn(f"{type(target).__name__} has no full-attention layer, so there is nothing to make sparse.",

@@ -15,7 +15,7 @@ from ..cache.psa_cache import PSACache
 from ..cache.split import SplitLayer
 from ..cache.state import auto_budget, free_bytes
 from ..cache.window import WindowLayer
-from ..compat import CACHE_NAMES
+from ..compat import CACHE_NAMES, layer_config
 
 SMALLEST = 256                                              # tokens of a chunk, at least; fewer would win next to nothing
 MARGIN = 1.25                                               # for what an estimate of activations leaves out
@@ -102,7 +102,8 @@ def in_chunks(model, cache: PSACache, kwargs: dict, generation_config) -> Iterat
 
 def _automatic(model, cache: PSACache, kwargs: dict, generation_config, ids) -> int | None:
     """`chunk_size` for this call; None also where a prompt must not be cut, or not by us."""
-    config, device = model.config.get_text_config(decoder=True), model.device
+    first = next((layer.index for layer in cache.sparse_layers), 0)
+    config, device = layer_config(model.config.get_text_config(decoder=True), first), model.device
     past = cache.tokens
     if device.type != "cuda" or not torch.is_tensor(ids) or ids.dim() != 2 or ids.shape[1] - past <= SMALLEST:
         return None

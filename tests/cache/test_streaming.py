@@ -577,7 +577,9 @@ def test_settings_that_make_no_sense(settings, match):
         PSAConfig(**settings)
 
 
-@pytest.mark.parametrize(("pair", "match"), [((2, 0), "2 layers of 3 KV heads"), ((0, 3), "2 layers of 3 KV heads")], ids=str)
+@pytest.mark.parametrize(("pair", "match"), [
+    ((2, 0), "layer 2, but this model has 2 layers"), ((0, 3), "KV head 3 of layer 0, which has 3 KV heads"),
+], ids=str)
 def test_heads_of_another_model(pair, match):
     with pytest.raises(ValueError, match=match):
         PSACache(model_config(2, 3), streaming_heads=[pair])

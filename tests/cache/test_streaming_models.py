@@ -286,7 +286,7 @@ def test_layers_that_share_keys():
 
 def test_a_profile_of_another_model():
     model = get_model("qwen3")
-    for pair, match in (((0, 1), "2 layers of 1 KV heads"), ((2, 0), "2 layers of 1 KV heads")):
+    for pair, match in (((0, 1), "KV head 1 of layer 0, which has 1 KV heads"), ((2, 0), "layer 2, but this model has 2 layers")):
         with pytest.raises(ValueError, match=match):
             patch_model(model, **SETTINGS, streaming_heads=(pair,))
     assert model.config._attn_implementation == "eager"

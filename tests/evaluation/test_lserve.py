@@ -371,6 +371,8 @@ def test_eval_takes_a_profile_of_heads(directory, capsys):
     assert "no head profile" in capsys.readouterr().err
     assert main([*arguments, "--heads", str(directory / "heads")]) == 0
     assert policy in capsys.readouterr().out
+    assert main([*arguments[:-1], "psa", "--heads", str(directory / "heads")]) == 2
+    assert "no policy has streaming=SHARE" in capsys.readouterr().err
 
 
 def test_the_benchmark_has_a_list_of_these(directory, tmp_path, capsys):

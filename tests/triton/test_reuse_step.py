@@ -12,7 +12,7 @@ from tests.triton.test_tiered_step import Run, small_launches  # noqa: F401 - a 
 P = 8
 
 
-@pytest.mark.parametrize("reuse", [2, 4, 8])
+@pytest.mark.parametrize("reuse", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ahead", [0, 1, 2, P - 1])
 def test_over_ends_of_blocks(ahead, reuse):
     reader = Reader(12 * P + ahead, kernels=True, reuse=reuse, reuse_refresh=1.0)
@@ -27,9 +27,10 @@ def test_over_ends_of_blocks(ahead, reuse):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(), dict(group_stop="min"), dict(top_k=0.4), dict(recent_blocks=0, sink_blocks=0), dict(digest="min_max"),
-    dict(digest="channel_codes", top_k=20), dict(policy="threshold", threshold=0.8, digest="channel_codes"),
-    dict(policy="top_p", top_p=0.7, digest="channel_codes", group_stop="min"),
+    dict(), dict(policy="threshold", threshold=0.8, digest="channel_codes"),
+    *(pytest.param(settings, marks=pytest.mark.slow) for settings in (
+        dict(group_stop="min"), dict(top_k=0.4), dict(recent_blocks=0, sink_blocks=0), dict(digest="min_max"),
+        dict(digest="channel_codes", top_k=20), dict(policy="top_p", top_p=0.7, digest="channel_codes", group_stop="min"))),
 ], ids=str)
 def test_ragged_rows_and_early_refresh(settings):
     tokens, pads = (300, (0, 3, 131)) if settings.get("digest") == "channel_codes" else (150, (0, 3, 41, 148))
@@ -54,7 +55,8 @@ def test_kernels_and_reference_select_anew_at_the_same_tokens():
     assert readers[0].early and readers[0].fresh == readers[1].fresh
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", [change if name in ("crop and as many again", "beams") else
+                                    pytest.param(change, marks=pytest.mark.slow) for name, change in CHANGES.items()], ids=CHANGES)
 def test_what_changes_rows_makes_the_layer_forget(change):
     reader = Reader(150, pads=(0, 20), kernels=True, reuse=4, reuse_refresh=1.0)
     reader.check(2)
