@@ -196,7 +196,8 @@ def test_nothing_is_left(tiers, monkeypatch):
     model().last_psa_cache = None
     before, after = marks
     assert after["tensors"] <= before["tensors"] and after["ours"] <= before["ours"]
-    assert after["bytes"] <= before["bytes"] + 200_000 + 100 * CALLS
+    # Modules imported late and what Python remembers of classes come once, whatever the number of calls.
+    assert after["bytes"] <= before["bytes"] + 1_500_000 + 100 * CALLS
     assert set(threading.enumerate()) == threads and LINKS == links
 
 

@@ -149,7 +149,9 @@ def resident() -> list[torch.Tensor]:
     return Run(TOKENS).decode(STEPS)
 
 
-@pytest.mark.parametrize(("kind", "factor"), [("right", 1.0), ("right", 1.15), ("wrong", 1.15), ("right", 3.0)],
+@pytest.mark.parametrize(("kind", "factor"), [
+    ("right", 1.0), pytest.param("right", 1.15, marks=pytest.mark.slow), ("wrong", 1.15),
+    pytest.param("right", 3.0, marks=pytest.mark.slow)],
                          ids=["smallest", "small", "wrong", "everything"])
 def test_outputs_are_those_of_a_resident_pool(kind, factor):
     run, outputs = decoded(kind, factor)
@@ -193,6 +195,7 @@ def test_a_selection_ahead_is_the_layer_s_own_with_some_more():
     assert min(shared) > 0.8, shared
 
 
+@pytest.mark.slow
 def test_bytes_bound_what_is_fetched(monkeypatch):
     monkeypatch.setattr(prefetch.TUNING, "most_bytes", 2 * 8 * DIM * 4 * 2)        # two blocks of 8 tokens
     run = sized("right", 1.15)

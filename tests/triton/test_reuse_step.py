@@ -27,8 +27,8 @@ def test_over_ends_of_blocks(ahead, reuse):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(), dict(policy="threshold", threshold=0.8, digest="channel_codes"),
-    *(pytest.param(settings, marks=pytest.mark.slow) for settings in (
+    dict(), *(pytest.param(settings, marks=pytest.mark.slow) for settings in (
+        dict(policy="threshold", threshold=0.8, digest="channel_codes"),
         dict(group_stop="min"), dict(top_k=0.4), dict(recent_blocks=0, sink_blocks=0), dict(digest="min_max"),
         dict(digest="channel_codes", top_k=20), dict(policy="top_p", top_p=0.7, digest="channel_codes", group_stop="min"))),
 ], ids=str)
@@ -47,6 +47,7 @@ def test_sinks_and_half_precision():
            dtype=torch.float16).check(6, tolerance=2e-3)
 
 
+@pytest.mark.slow
 def test_kernels_and_reference_select_anew_at_the_same_tokens():
     readers = [Reader(150, pads=(0, 3, 41), kernels=kernels, reuse=8, wander=0.5, reuse_refresh=0.1)
                for kernels in (True, False)]
