@@ -17,7 +17,7 @@ STEPS = ["tests/triton/test_decode_kernels.py", "tests/triton/test_tiered_step.p
 PARTS = ["tests/triton/test_prefetch.py", "tests/triton/test_quantised_step.py", "tests/triton/test_streaming_step.py",
          "tests/triton/test_reuse_step.py", "tests/triton/test_pages.py", "tests/triton/test_prefill_kernel.py"]
 # Files, and tests in them at least.
-SHARES = [(STEPS, 58), (["tests/triton", *(f"--ignore={file}" for file in (*STEPS, *PARTS))], 50), (PARTS, 50)]
+SHARES = [(STEPS, 58), (["tests/triton", *(f"--ignore={file}" for file in (*STEPS, *PARTS))], 50), (PARTS, 40)]
 _RUNNING: list[tuple[subprocess.Popen, object]] = []
 
 

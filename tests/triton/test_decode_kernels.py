@@ -204,7 +204,7 @@ def test_masses_far_from_their_estimates_stay_finite():
 
 def test_the_threshold_holds_where_the_estimates_were_too_high():
     """Ranked blocks are planned by their estimates; where these gave too little, more is read."""
-    twins = make_twins(tokens=700, block_size=8, threshold=0.9, pads=(0, 0))
+    twins = make_twins(tokens=700, block_size=8, threshold=0.9, max_blocks=None, pads=(0, 0))
     layer = twins.ours
     layer.begin_step()
     # Estimates that put all of the mass into the first candidates.

@@ -114,6 +114,7 @@ def test_a_whole_layer(case):
 
 
 # With and without tensor descriptors, of which only the second has any.
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "cases"), [(80, "1,6"), (90, "1,9")])
 def test_compiles(capability, cases, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -52,7 +52,8 @@ def check_twins(twins: Twins) -> None:
             torch.testing.assert_close(a[row, :, :count].float(), b[row, :, :count].float(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in ("bytes", "halves") else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in CASES])
 def test_kernels_equal_the_reference(name):
     """From before a block, a unit of digests and a turn of the ring end until after them."""
     twins = twins_of(name, tokens=253)
@@ -159,7 +160,7 @@ def small_launches(monkeypatch):
     monkeypatch.setattr(tiering, "TUNING", small)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["halves", pytest.param("bytes", marks=pytest.mark.slow)])
 def test_offloaded_equals_resident(name, small_launches):
     want = Run(TOKENS, **SETTINGS[name]).decode(STEPS)
     with pytest.raises(ValueError, match="too small") as error:
