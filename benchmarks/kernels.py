@@ -178,7 +178,7 @@ def stopping(tokens: int, run: str) -> list[dict]:
             threshold = (low + high) / 2
             chain, restore, layers, _ = chain_of(PSAConfig(threshold=threshold, min_context=0), 1, tokens, 1)
             chain()
-            fraction = layers[0].stats.device_buffers(1, 8, 4, layers[0].device)[0]
+            fraction = layers[0].stats.device_buffers(1, 8, 4, 4, layers[0].device)[0]
             low, high = (threshold, high) if float(fraction[0] / fraction[1]) < wanted else (low, threshold)
         config = PSAConfig(threshold=threshold if wanted < 1.0 else 1.0, min_context=0)
         chain, restore, layers, _ = chain_of(config, 1, tokens, 4)

@@ -227,7 +227,8 @@ def _describe(layer: PSALayer, work: DecodeWork) -> list[int]:
     if "upper" in unit:
         unit |= {"high": unit["upper"], "low": unit["lower"]}
     row = dict(zip(store.digest.row_layout(), store.row))
-    counters, captured = layer.stats.device_buffers(layer.batch, layer.heads, work.shape.group_pad, layer.device)
+    counters, captured = layer.stats.device_buffers(layer.batch, layer.heads, layer.group, work.shape.group_pad,
+                                                        layer.device)
     tensors = [layer.table, layer.lengths, layer.pool.kv, unit["high"], unit["low"], unit.get("minimum"), unit.get("scale"),
                row.get("centre"), row.get("order"), counters, work.estimate, work.share, work.ranked, work.part,
                work.part_mass, work.part_left]

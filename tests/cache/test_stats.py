@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_sparse import PSACache, patched
+from hf_sparse.cache.stats import LayerStats
 from tests.cache.drive import Text, decode, feed
 from tests.models import get_model
 from tests.scenarios import make_prompt
@@ -243,3 +244,19 @@ def test_dense_keys_and_values_are_counted():
     stats = cache.stats()
     assert stats["materialized"] == 2 * 2 * 3  # layers, keys and values, forwards
     assert stats["sparse_steps"] == 0
+
+
+@pytest.mark.parametrize("first", ["kernels", "reference"])
+def test_a_reference_step_leaves_the_buffers_of_the_kernels_where_they_are(first):
+    """Descriptors hold their addresses, and nothing tells them of a step that is not the kernels'."""
+    stats, device = LayerStats(0), torch.device("cpu")
+    zeros = torch.zeros(2, 3, dtype=torch.int64)
+    reference = lambda mass: stats.record(zeros, zeros[:, 0], mass, torch.ones_like(mass), None, None)  # noqa: E731
+    mass = torch.arange(18.0).view(2, 3, 3)
+    if first == "reference":
+        reference(mass - 1)
+    counters, captured = stats.device_buffers(2, 3, 3, 4, device)
+    reference(mass)
+    assert [part.data_ptr() for part in stats.device_buffers(2, 3, 3, 4, device)] == [counters.data_ptr(), captured.data_ptr()]
+    assert stats.as_dict(0, "psa", False)["captured_log_mass"] == mass.flatten(1).tolist()      # and no padding
+    assert torch.equal(captured[..., :3], mass)
