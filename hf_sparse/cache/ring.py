@@ -108,10 +108,11 @@ class StreamingRing:
             ring.copy_(before.gather(2, source.expand(-1, before.shape[1], -1, before.shape[3])))
 
     # -- attention ----------------------------------------------------------------------------------------------------
-    def step(self, query, keys, values, scaling: float, softcap: float, sinks) -> torch.Tensor:
-        """Store and attend with one token of every row: query [B, H * G, 1, D] -> [B, H * G, 1, Dv]."""
+    def step(self, query, keys, values, valid, scaling: float, softcap: float, sinks) -> torch.Tensor:
+        """Store and attend with one token of every row: query [B, H * G, 1, D] -> [B, H * G, 1, Dv]. valid: [B, 1] bool, rows
+        whose token is no padding, or None; the others give zeros."""
         return ring_step(self.keys, self.values, self.lengths, query, keys, values, self.sink, self.window, SLACK,
-                         self.min_context, scaling, softcap, sinks)
+                         self.min_context, scaling, softcap, sinks, None if valid is None else valid[:, 0])
 
     def extend(self, query, keys, values, rows: slice, length: int, window: int, scaling: float, softcap: float,
                sinks) -> torch.Tensor:

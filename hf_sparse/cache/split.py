@@ -134,11 +134,15 @@ class SplitLayer(LayerProtocol):
     # -- storing ------------------------------------------------------------------------------------------------------
     def _store(self, pending: Pending, valid: torch.Tensor | None) -> None:
         """The streaming heads' new tokens into the ring, and the count of all of them."""
+        self.ring.store(pending.keys, pending.values, valid)
+        self._end(pending, valid)
+
+    def _end(self, pending: Pending, valid: torch.Tensor | None) -> None:
+        """Count new tokens that the ring has taken."""
         if valid is not None or self.valid is not None:
             self._note_padding()
             flags = valid if valid is not None else torch.ones(self.batch, pending.count, dtype=torch.bool, device=self.device)
             self.valid = torch.cat([self.valid, flags], 1)
-        self.ring.store(pending.keys, pending.values, valid)
         self._count(pending.count)
         pending.committed = True
 
@@ -231,37 +235,29 @@ class SplitLayer(LayerProtocol):
         if single:
             self._narrow()
             self.stepped = self.length + 1
-        if single and valid is None:
-            output = ring.step(query, keys, values, scaling, softcap, sinks)
-            self._count(1)
-            self._extend_valid()
-            pending.committed = True
+            output = ring.step(query, keys, values, valid, scaling, softcap, sinks)
+            self._end(pending, valid)
         else:
-            output = self._extend(query, keys, values, valid, single, scaling, softcap, sinks)
+            output = self._extend(query, keys, values, valid, scaling, softcap, sinks)
             self._store(pending, valid)
         return output.unflatten(1, (-1, group))
 
-    def _extend(self, query, keys, values, valid, single: bool, scaling, softcap, sinks):
-        """New tokens on a filled ring. Queries of padding give zeros."""
+    def _extend(self, query, keys, values, valid, scaling, softcap, sinks):
+        """Several new tokens on a filled ring. Queries of padding give zeros."""
         more = scaling, softcap, sinks
         if valid is None and self.valid is None:
             return self.ring.extend(query, keys, values, slice(None), self.length, self._turn_window(self.stepped), *more)
         output = query.new_zeros(*query.shape[:3], values.shape[-1])
-        # Of prompts and turns in pieces, and of decoded tokens some of which are padding, so the host may wait for the lengths.
+        # Of prompts and turns in pieces only: a decoded token never comes here, so the host may wait for the lengths.
         lengths = self.lengths.tolist()
         decoded = [self.stepped] * self.batch if self.valid is None else self.valid[:, :self.stepped].sum(1).tolist()
         for row, length in enumerate(lengths):
             real = torch.arange(query.shape[2], device=self.device) if valid is None else valid[row].nonzero().squeeze(1)
             here = slice(row, row + 1)
-            window = self._step_window(length + 1) if single else self._turn_window(decoded[row])
             if len(real):
                 output[here, :, real] = self.ring.extend(query[here, :, real], keys[here, :, real], values[here, :, real], here,
-                                                         length, window, *more)
+                                                         length, self._turn_window(decoded[row]), *more)
         return output
-
-    def _step_window(self, length: int) -> int:
-        """Tokens that a decoded token sees which makes a row `length` long."""
-        return self.ring.reach if length < self.config.min_context else self.ring.window
 
     def _turn_window(self, decoded: int) -> int:
         """Tokens that several new ones see in a row whose first `decoded` tokens were there when its last one was decoded.

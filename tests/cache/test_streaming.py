@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_sparse import PSACache, PSAConfig
 from hf_sparse.cache import ring, split
 from hf_sparse.cache.layer import PSALayer
+from hf_sparse.cache.split import SplitLayer
 from tests.cache.drive import Text, decode, feed, model_config
 from tests.cache.shadow import Shadow
 
@@ -235,6 +236,23 @@ def test_a_decoded_token_that_is_padding(small_slack):
     one.feed(30, batch=3, valid=torch.arange(30) >= torch.tensor([0, 20, 29])[:, None])
     for flags in ([True, False, True], [False, True, True], [True, True, False]) * 5:
         one.feed(1, valid=torch.tensor(flags)[:, None])
+
+
+def test_padding_takes_no_tokens_place(small_slack):
+    """What the ring keeps to be taken back to is all still there."""
+    one = Streams()
+    one.feed(30, batch=2)
+    one.decode(20)
+    one.feed(1, valid=torch.zeros(2, 1, dtype=torch.bool))
+    one.crop(SLACK + 1)                                     # the padding, and as many tokens as can be
+    one.decode(3)
+
+
+def test_a_decoded_token_that_is_padding_goes_the_way_of_the_others(small_slack, monkeypatch):
+    def several(*args):
+        raise AssertionError("taken for a turn, which waits for the lengths of the rows")
+    monkeypatch.setattr(SplitLayer, "_extend", several)
+    test_a_decoded_token_that_is_padding(small_slack)
 
 
 def test_below_min_context_nothing_is_hidden(small_slack):

@@ -24,7 +24,7 @@ def ring_tokens(lengths: torch.Tensor, sink: int, columns: int) -> torch.Tensor:
 
 
 def ring_step(keys, values, lengths, query, new_keys, new_values, sink: int, window: int, slack: int, min_context: int,
-              scaling: float, softcap: float, sinks) -> torch.Tensor:
+              scaling: float, softcap: float, sinks, valid=None) -> torch.Tensor:
     """Store one token of every row, and attend to the first `sink` tokens and the last `window`.
 
     Args:
@@ -34,16 +34,22 @@ def ring_step(keys, values, lengths, query, new_keys, new_values, sink: int, win
         slack: columns that may hold tokens taken back, in place of those that were there before.
         min_context: rows that are shorter, the new token included, see all that the ring surely holds.
 
+        valid: [B] bool, rows whose token is no padding; None: all. The others' is not stored, and their queries give zeros.
+
     Returns:
         [B, H * G, 1, Dv]
     """
     columns, before = keys.shape[2], lengths[:, 0].clone()
     at = ring_columns(before, sink, columns)[:, None, None, None]
-    keys.scatter_(2, at.expand(-1, keys.shape[1], -1, keys.shape[3]), new_keys.to(keys.dtype))
-    values.scatter_(2, at.expand(-1, values.shape[1], -1, values.shape[3]), new_values.to(values.dtype))
-    lengths += 1
-    token = ring_tokens(before + 1, sink, columns)
-    window = torch.where(before + 1 < min_context, columns - sink - slack, window)
-    first = (before + 1 - window)[:, None]
+    for ring, new in ((keys, new_keys), (values, new_values)):
+        place = at.expand(-1, ring.shape[1], -1, ring.shape[3])
+        new = new.to(ring.dtype)
+        ring.scatter_(2, place, new if valid is None else torch.where(valid[:, None, None, None], new, ring.gather(2, place)))
+    lengths += 1 if valid is None else valid[:, None]
+    now = lengths[:, 0]
+    token = ring_tokens(now, sink, columns)
+    window = torch.where(now < min_context, columns - sink - slack, window)
+    first = (now - window)[:, None]
     seen = (token >= 0) & ((token < sink) | (token >= first))
-    return exact_attention(query, keys, values, seen[:, None, None], scaling, softcap, sinks)
+    output = exact_attention(query, keys, values, seen[:, None, None], scaling, softcap, sinks)
+    return output if valid is None else output.masked_fill(~valid[:, None, None, None], 0.0)
