@@ -34,17 +34,16 @@ def ring_step(keys, values, lengths, query, new_keys, new_values, sink: int, win
         slack: columns that may hold tokens taken back, in place of those that were there before.
         min_context: rows that are shorter, the new token included, see all that the ring surely holds.
 
-        valid: [B] bool, rows whose token is no padding; None: all. The others' is not stored, and their queries give zeros.
+        valid: [B] bool, rows whose token is no padding; None: all. The others' does not count, and their queries give zeros.
 
     Returns:
         [B, H * G, 1, Dv]
     """
     columns, before = keys.shape[2], lengths[:, 0].clone()
     at = ring_columns(before, sink, columns)[:, None, None, None]
-    for ring, new in ((keys, new_keys), (values, new_values)):
-        place = at.expand(-1, ring.shape[1], -1, ring.shape[3])
-        new = new.to(ring.dtype)
-        ring.scatter_(2, place, new if valid is None else torch.where(valid[:, None, None, None], new, ring.gather(2, place)))
+    # Padding goes where the row's next token will, over one that no query sees any more.
+    keys.scatter_(2, at.expand(-1, keys.shape[1], -1, keys.shape[3]), new_keys.to(keys.dtype))
+    values.scatter_(2, at.expand(-1, values.shape[1], -1, values.shape[3]), new_values.to(values.dtype))
     lengths += 1 if valid is None else valid[:, None]
     now = lengths[:, 0]
     token = ring_tokens(now, sink, columns)
