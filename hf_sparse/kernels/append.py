@@ -6,17 +6,9 @@ import triton.language as tl
 
 from . import descriptor as d
 from .location import forced_base, forced_offset, host_offset, ring_offset
+from .online_softmax import add_tile
 from .quantise import fp16_range, quantise_block, round_even
 from .residency import admit, settle
-
-
-@triton.jit
-def softcap_log2(s, softcap):
-    """Base-2 logits -> base-2 logits of softcap * tanh(natural logit / softcap)."""
-    x = s * (0.6931471805599453 / softcap)
-    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t) * (softcap * 1.4426950408889634)
 
 
 @triton.jit
@@ -169,17 +161,7 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
         k = tl.load(kv + (slot + at % P * D)[None, :] + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
         v = tl.load(kv + (slot + P * D + at % P * DV)[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
                     other=0.0)
-        s = tl.dot(qq, k, input_precision="ieee") * scale
-        if CAP:
-            s = softcap_log2(s, softcap)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        peak = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(top - base)
-        acc = acc * fade[:, None] + tl.dot(p.to(TYPE), v, input_precision="ieee")
-        total = total * fade + tl.sum(p, 1)
-        top = peak
+        top, total, acc = add_tile(qq, k, v, seen, top, total, acc, scale, softcap, TYPE, CAP)
     whole = tl.where(total > 0, total, 1.0)
     at = pid * PIECES + piece
     tl.store(OF + at * GP * DVP + rq[:, None] * DVP + rv[None, :], acc / whole[:, None], mask=(rq < GP)[:, None])

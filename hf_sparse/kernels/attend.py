@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from . import descriptor as d
-from .append import forced_masses, softcap_log2
+from .append import forced_masses
 from .attend_packed import attend_packed
 from .location import block_offset, host_offset
+from .online_softmax import add_tile
 from .overlap import let_next_start, wait_for_previous
 from .residency import await_blocks
 from .reuse import grow_old
@@ -39,17 +40,7 @@ def attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, first, las
         v_at = kv + (block + P * D + inside * DV)[:, None] + rv[None, :]
         k = tl.load(k_at, mask=seen[None, :] & (rd < D)[:, None], other=0.0)
         v = tl.load(v_at, mask=seen[:, None] & (rv < DV)[None, :], other=0.0)
-        s = tl.dot(qq, k, input_precision="ieee") * scale
-        if CAP:
-            s = softcap_log2(s, softcap)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        peak = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(top - base)
-        acc = acc * fade[:, None] + tl.dot(p.to(TYPE), v, input_precision="ieee")
-        weight = weight * fade + tl.sum(p, 1)
-        top = peak
+        top, weight, acc = add_tile(qq, k, v, seen, top, weight, acc, scale, softcap, TYPE, CAP)
     keep = rq < GP
     whole = tl.where(weight > 0, weight, 1.0)
     tl.store(part + rq[:, None] * DVP + rv[None, :], acc / whole[:, None], mask=keep[:, None])

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .append import softcap_log2
 from .location import block_offset, host_offset
+from .online_softmax import softcap_log2
 
 # 1024 + code, as fp16, is 0x6400 | code: a byte and a constant put together, and no conversion. What follows is said not to be
 # pure, lest the compiler move it behind the change of layout that the tensor core needs, which is wide for fp16 only.

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .append import softcap_log2
+from .online_softmax import softcap_log2
 
 LOG2E = 1.4426950408889634
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import descriptor as d
-from .append import softcap_log2
+from .online_softmax import softcap_log2
 from .reuse import units_to_rank
 
 # Adding it to a small float leaves the nearest integer in the low bits.

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .append import softcap_log2
 from .decode import INTERPRETED, LOG2E, TYPES
+from .online_softmax import add_tile
 
 TILE_BYTES = 16384                                          # of keys at once
 
@@ -60,17 +60,7 @@ def ring_kernel(desc, HEADS, Q, K, V, SINK_LOGITS, OUT, q_b, q_h, k_b, k_h, v_b,
         seen = ((column < sink) & (column <= newest)) | ((column >= sink) & behind)
         k = tl.load(keys + column[None, :] * D + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
         v = tl.load(values + column[:, None] * DV + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :], other=0.0)
-        s = tl.dot(qq, k, input_precision="ieee") * scale
-        if CAP:
-            s = softcap_log2(s, softcap)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        peak = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(top - base)
-        acc = acc * fade[:, None] + tl.dot(p.to(TYPE), v, input_precision="ieee")
-        total = total * fade + tl.sum(p, 1)
-        top = peak
+        top, total, acc = add_tile(qq, k, v, seen, top, total, acc, scale, softcap, TYPE, CAP)
     if SINKS:
         logit = tl.load(SINK_LOGITS + head * G + rq, mask=rq < G, other=float("-inf")).to(tl.float32) * 1.4426950408889634
         total += tl.exp2(logit - top)
