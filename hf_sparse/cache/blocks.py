@@ -133,15 +133,6 @@ class LayerBlocks(LayerProtocol):
         if self.pending is not None and not self.pending.committed:
             self.commit(self.pending, None)
 
-    def _extend_valid(self) -> None:
-        # Steps on the device only count; what they stored was real.
-        if self.valid is not None and self.valid.shape[1] < self.length:
-            self.valid = torch.nn.functional.pad(self.valid, (0, self.length - self.valid.shape[1]), value=True)
-
-    def get_seq_length(self) -> int:
-        waiting = self.pending is not None and not self.pending.committed
-        return self.length + (self.pending.count if waiting else 0)
-
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         count = query_length.shape[0] if torch.is_tensor(query_length) else query_length
         total = self.get_seq_length() + count

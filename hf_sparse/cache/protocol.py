@@ -7,12 +7,25 @@ from ..compat import CacheLayerMixin
 
 
 class LayerProtocol(CacheLayerMixin):
-    """Flags and small methods that transformers asks of every layer, in every version since 5.0."""
+    """Flags and small methods that transformers asks of every layer, in every version since 5.0.
+
+    Of a layer it needs `length` (padded tokens stored), `pending` (new ones that attention has not come to, or None), and of one
+    that tells padding apart `valid` ([B, length] which tokens are none, or None: all).
+    """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
     supports_early_init = False
+
+    def get_seq_length(self) -> int:
+        waiting = self.pending is not None and not self.pending.committed
+        return self.length + (self.pending.count if waiting else 0)
+
+    def _extend_valid(self) -> None:
+        # Steps on the device only count; what they stored was real.
+        if self.valid is not None and self.valid.shape[1] < self.length:
+            self.valid = torch.nn.functional.pad(self.valid, (0, self.length - self.valid.shape[1]), value=True)
 
     def get_max_length(self) -> int:
         return -1

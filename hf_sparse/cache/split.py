@@ -111,14 +111,6 @@ class SplitLayer(LayerProtocol):
             with Change(self.state):
                 self._store(pending, None)
 
-    def _extend_valid(self) -> None:
-        if self.valid is not None and self.valid.shape[1] < self.length:
-            self.valid = torch.nn.functional.pad(self.valid, (0, self.length - self.valid.shape[1]), value=True)
-
-    def get_seq_length(self) -> int:
-        waiting = self.pending is not None and not self.pending.committed
-        return self.length + (self.pending.count if waiting else 0)
-
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         count = query_length.shape[0] if torch.is_tensor(query_length) else query_length
         if self.blocks is not None and self.is_initialized:

@@ -79,10 +79,6 @@ class WindowLayer(LayerProtocol):
         """Stored tokens that a next token could see."""
         return min(length, self.window - 1)
 
-    def get_seq_length(self) -> int:
-        waiting = self.pending is not None and not self.pending.committed
-        return self.length + (self.pending.count if waiting else 0)
-
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
         count = query_length.shape[0] if torch.is_tensor(query_length) else query_length
         length = self.get_seq_length()

@@ -54,15 +54,20 @@ def exact_attention(query, keys, values, mask, scaling: float, softcap: float = 
             rows = mask if mask.shape[-2] == 1 else mask[..., low:high, :]
             rows = rows[:, :, None] if rows.shape[1] == 1 else rows.unflatten(1, (H, group))
             logits = logits.masked_fill(~rows, -math.inf) if rows.dtype == torch.bool else logits + rows
-        top = logits.amax(-1, keepdim=True)
-        if sinks is not None:
-            sink = sinks.float().view(1, H, group, 1, 1)
-            top = torch.maximum(top, sink)
-        top = torch.where(torch.isinf(top), 0.0, top)
-        weights = torch.exp(logits - top)
-        total = weights.sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + torch.exp(sink - top)
-        weights = (weights / total.clamp(min=1e-30)).to(values.dtype)
-        output[:, :, low:high] = torch.matmul(weights, values).flatten(1, 2)
+        sink = None if sinks is None else sinks.float().view(1, H, group, 1, 1)
+        output[:, :, low:high] = weighted(logits, values, sink).flatten(1, 2)
     return output
+
+
+def weighted(logits, values, sinks):
+    """softmax(logits) v with logits [..., q, T] fp32, -inf where hidden; sinks [..., 1, 1] take part in the normalisation only,
+    or None. A query that sees nothing gives zeros."""
+    top = logits.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    top = torch.where(torch.isinf(top), 0.0, top)
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    return torch.matmul((weights / total.clamp(min=1e-30)).to(values.dtype), values)

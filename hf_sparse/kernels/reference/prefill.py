@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import torch
 
+from .dense import weighted
+
 # Queries that attend together, and logits of one head that are held at a time; results depend on neither.
 QUERY_CHUNK = 512
 LOGIT_ELEMENTS = 2**22
@@ -49,13 +51,4 @@ def _masked(query, keys, values, seen, scaling, softcap, sinks):
     logits = torch.matmul(query, keys[:, :, None].transpose(-1, -2)).float() * scaling
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~seen, -torch.inf)
-    top = logits.amax(-1, keepdim=True)
-    if sinks is not None:
-        top = torch.maximum(top, sinks)
-    top = torch.where(torch.isinf(top), 0.0, top)
-    weights = torch.exp(logits - top)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
-    return torch.matmul((weights / total.clamp(min=1e-30)).to(values.dtype), values[:, :, None])
+    return weighted(logits.masked_fill(~seen, -torch.inf), values[:, :, None], sinks)
