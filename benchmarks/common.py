@@ -1,11 +1,13 @@
 """Shared by the benchmarks: timing in CUDA graphs, quantiles, versions, and layers filled with synthetic keys."""
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import sys
 import uuid
+from collections.abc import Iterable
 
 import torch
 
@@ -43,6 +45,26 @@ def results(path: str, append: bool) -> dict:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     return {"versions": versions(), "check": None, "rows": []}
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
+    """How much of a benchmark is run, and where its rows go."""
+    parser.add_argument("--layers", type=int, help="a model of fewer layers")
+    parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--run", help="with --append: the run_id of a run just before on the same machine, to go on with")
+    parser.add_argument("--append", action="store_true", help="keep the rows that the output file has")
+    parser.add_argument("--out", default=out)
+
+
+def check_names(parser: argparse.ArgumentParser, given: Iterable[str], known: Iterable[str]) -> None:
+    for name in given:
+        if name not in known:
+            parser.error(f"{name!r} is not known; choose from {', '.join(known)}")
+
+
+def check_tokens(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.warmup < 4 or args.tokens < 4:
+        parser.error("--warmup and --tokens must be at least 4: a step is compiled, then captured, then replayed")
 
 
 def write(path: str, payload: dict) -> None:

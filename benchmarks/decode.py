@@ -22,7 +22,7 @@ from hf_sparse import PSACache, PSAConfig, patch_model, unpatch_model
 from hf_sparse.cache.static import StaticStep
 from hf_sparse.compat import CACHE_ARGUMENT
 
-from .common import graph_times, quantiles, results, run_id, write
+from .common import add_run_arguments, graph_times, quantiles, results, run_id, write
 
 PEAK = 12.0
 BANDWIDTH = 4.26e12                                         # bytes a second: read plus write of a large copy
@@ -285,12 +285,8 @@ def main() -> None:
     parser.add_argument("--contexts", default="4096,32768,131072")
     parser.add_argument("--batches", default="1")
     parser.add_argument("--shape", default="llama", choices=["llama", "lwm"])
-    parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--run", help="with --append: the run_id of a run just before, on the same machine, that this goes on with")
-    parser.add_argument("--append", action="store_true", help="keep the rows that the output file has")
-    parser.add_argument("--out", default="benchmarks/results/decode_h200.json")
+    add_run_arguments(parser, "benchmarks/results/decode_h200.json")
     args = parser.parse_args()
     result = results(args.out, args.append)
     if not args.skip_check:

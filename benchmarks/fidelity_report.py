@@ -14,7 +14,8 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from benchmarks.report import EMPTY, HERE, between, number, table
+from benchmarks.report import HERE
+from benchmarks.tables import EMPTY, between, number, table
 
 DOCUMENT = HERE.parent / "docs" / "fidelity.md"
 RESULT = "fidelity.json"

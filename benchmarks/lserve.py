@@ -43,7 +43,7 @@ from hf_sparse.kernels.reference.dense import exact_attention
 from hf_sparse.kernels.reference.quantise import packed_bytes
 
 from . import offload, prefill_kernel
-from .common import graph_times, quantiles, results, run_id, write
+from .common import add_run_arguments, check_names, check_tokens, graph_times, quantiles, results, run_id, write
 from .decode import build, generate, sdpa_us
 from .kernels import kernel_times
 from .lserve_check import check, failures
@@ -387,18 +387,11 @@ def options(argv=None) -> argparse.Namespace:
     parser.add_argument("--batches", type=listed(int), help="for all rows; else 1, and 8 of the rows \"chain\"")
     parser.add_argument("--tokens", type=int, default=24, help="tokens of generate() that are measured")
     parser.add_argument("--warmup", type=int, default=12, help="tokens before them")
-    parser.add_argument("--layers", type=int, help="a model of fewer layers")
-    parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--run", help="with --append: the run_id of a run just before on the same machine, to go on with")
-    parser.add_argument("--append", action="store_true", help="keep the rows that the output file has")
-    parser.add_argument("--out", default="benchmarks/results/lserve_h200.json")
+    add_run_arguments(parser, "benchmarks/results/lserve_h200.json")
     args = parser.parse_args(argv)
     for given, known in ((args.rows, CONTEXTS), (args.settings, SETTINGS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is not known; choose from {', '.join(known)}")
-    if args.warmup < 4 or args.tokens < 4:
-        parser.error("--warmup and --tokens must be at least 4: a step is compiled, then captured, then replayed")
+        check_names(parser, given, known)
+    check_tokens(parser, args)
     args.pool = [POOL]                                      # for what is shared with benchmarks.offload
     return args
 

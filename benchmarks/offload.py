@@ -41,7 +41,7 @@ from hf_sparse.sizes import parse_bytes
 
 from . import residency_simulation as simulation
 from .bandwidth import bandwidths
-from .common import quantiles, results, run_id, write
+from .common import add_run_arguments, check_names, check_tokens, quantiles, results, run_id, write
 from .decode import attention_us, build, generate
 from .offload_check import check, failures
 from .synthetic import PREDICTED, Queries, Shape, calibrate, fill, pieces, shape_of, synthetic_queries
@@ -315,18 +315,11 @@ def options(argv=None) -> argparse.Namespace:
     parser.add_argument("--prefetch", action="store_true", help="the rows \"psa-offload\" without and with prefetch=True")
     parser.add_argument("--tokens", type=int, default=64, help="tokens that are measured")
     parser.add_argument("--warmup", type=int, default=32, help="tokens before them")
-    parser.add_argument("--layers", type=int, help="a model of fewer layers")
-    parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--run", help="with --append: the run_id of a run just before on the same machine, to go on with")
-    parser.add_argument("--append", action="store_true", help="keep the rows that the output file has")
-    parser.add_argument("--out", default="benchmarks/results/offload_h200.json")
+    add_run_arguments(parser, "benchmarks/results/offload_h200.json")
     args = parser.parse_args(argv)
     for given, known in ((args.rows, ROWS), (args.eviction, simulation.EVICTIONS), (args.pools, POOLS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is not known; choose from {', '.join(known)}")
-    if args.warmup < 4 or args.tokens < 4:
-        parser.error("--warmup and --tokens must be at least 4: a step is compiled, then captured, then replayed")
+        check_names(parser, given, known)
+    check_tokens(parser, args)
     if args.gpu_memory:
         parse_bytes(args.gpu_memory, "--gpu-memory")
     return args

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from benchmarks.report import between, table
+from benchmarks.tables import between, table
 from hf_sparse import PSAConfig
 
 GUIDE = pathlib.Path(__file__).resolve().parent / "guide.md"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import report
+from benchmarks import lserve_report, report
 from hf_sparse import PSACache, PSAConfig
 from hf_sparse.config import PRESETS
 
@@ -60,7 +60,7 @@ def test_settings_that_rows_measure():
     assert psa.max_blocks * psa.block_size == ours.top_k * ours.block_size == lserve.BUDGET
     assert all(lserve.CHAIN_TOKENS % tokens == 0 for tokens in lserve.REUSE)
     assert all(physical % logical == 0 and lserve.BUDGET % physical == 0 for logical, physical in lserve.PAGES)
-    assert set(lserve.SETTINGS) <= set(report.LSERVE)
+    assert set(lserve.SETTINGS) <= set(lserve_report.LSERVE)
     assert lserve.SETTINGS["lserve-half-kv4"][0].kv_bits == 4 and lserve.SETTINGS["lserve-half-kv4"][1] == 0.5
 
 
@@ -386,9 +386,9 @@ def test_report_without_results_or_rows(tmp_path):
 
 def test_every_goal_is_of_rows_that_are_measured():
     """Names, batches and contexts of the goals are those of the benchmark; and every row has a place in the tables."""
-    for _, which, base, _, batch, context, _, _ in report.WANTED:
+    for _, which, base, _, batch, context, _, _ in lserve_report.WANTED:
         for row in filter(None, (which, base)):
             name = row.get("name", "prefill-stock")
             group = next((group for group in lserve.CONTEXTS if name.split("-")[0] == group), "decode")
-            assert name in report.LSERVE and context in lserve.CONTEXTS[group] and batch == lserve.BATCHES.get(group, 1)
+            assert name in lserve_report.LSERVE and context in lserve.CONTEXTS[group] and batch == lserve.BATCHES.get(group, 1)
             assert group != "decode" or name in lserve.SETTINGS
