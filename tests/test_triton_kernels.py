@@ -17,7 +17,7 @@ STEPS = ["tests/triton/test_decode_kernels.py", "tests/triton/test_tiered_step.p
 PARTS = ["tests/triton/test_prefetch.py", "tests/triton/test_quantised_step.py", "tests/triton/test_streaming_step.py",
          "tests/triton/test_reuse_step.py", "tests/triton/test_pages.py", "tests/triton/test_prefill_kernel.py"]
 # Files, and tests in them at least.
-SHARES = [(STEPS, 58), (["tests/triton", *(f"--ignore={file}" for file in (*STEPS, *PARTS))], 40)]
+SHARES = [(STEPS, 58), (["tests/triton", *(f"--ignore={file}" for file in (*STEPS, *PARTS))], 40), (PARTS, 40)]
 _RUNNING: list[tuple[subprocess.Popen, object]] = []
 
 
@@ -30,16 +30,6 @@ def start() -> None:
         output = tempfile.TemporaryFile("w+")               # a pipe that nobody reads would fill up
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
         _RUNNING.append((subprocess.Popen(command, text=True, stdout=output, stderr=subprocess.STDOUT, env=environment), output))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("file", PARTS)
-def test_parts_in_the_interpreter(file):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], capture_output=True, text=True,
-                          env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:]
 
 
 def stop() -> None:
