@@ -296,8 +296,9 @@ def test_the_check_finds_equal_runs_and_differences(capsys, monkeypatch):
         return tokens, logits + 1e-6 * (budget.get("eviction") == "fifo"), noted
 
     monkeypatch.setattr(offload_check.Case, "run", differs)
+    monkeypatch.setattr(offload_check, "EVICTIONS", ("lru", "fifo"))
     wrong = offload_check.failures(offload_check.check("cpu", length=130, tokens=3))
-    assert len(wrong) == 2 * 11 and all("fifo" in name for name in wrong)
+    assert len(wrong) == 2 * 12 and all("fifo" in name for name in wrong)
     assert "DIFFERENT" in capsys.readouterr().out
 
 
