@@ -39,7 +39,7 @@ POLICIES = ("psa@0.7,psa@0.8,psa,psa@0.9,psa@0.95,psa@0.7/group_stop=min,psa@0.7
 # LServe's parts on this library's selection, one by one and together, and LServe's own. Streaming heads need --heads.
 LSERVE_POLICIES = ("psa,dense/kv_bits=8,dense/kv_bits=4,psa/kv_bits=8,psa/kv_bits=4,dense/streaming=0.25,dense/streaming=0.5,"
                    "psa/streaming=0.25,psa/streaming=0.5,psa/streaming=0.25/kv_bits=8,psa/streaming=0.25/kv_bits=4,"
-                   "psa/streaming=0.5/kv_bits=8,psa/streaming=0.5/kv_bits=4,psa/reuse=4,psa/reuse=2,psa/reuse=4/reuse_refresh=1,"
+                   "psa/streaming=0.5/kv_bits=8,psa/streaming=0.5/kv_bits=4,psa/reuse=4,psa/reuse=2,psa/reuse=4/reuse_refresh=0,"
                    "psa/streaming=0.25/kv_bits=8/reuse=4,psa/streaming=0.5/kv_bits=4/reuse=4,"
                    "lserve@4096,lserve@4096/kv_bits=8,lserve@4096/kv_bits=4,lserve@4096/streaming=0.5,"
                    "lserve@4096/streaming=0.5/kv_bits=4,lserve@4096/reuse=4,lserve@4096/streaming=0.5/kv_bits=4/reuse=4")

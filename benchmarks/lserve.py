@@ -6,13 +6,15 @@
 A Llama-3.1-8B shape with random weights in bf16. There are no trained heads to calibrate, so streaming heads are a fixed
 synthetic profile: drawn with a seed, of every four layers one with fewer and one with more of them. Rows:
 
-    prefill     seconds of a prompt's forward: stock, patched, half of the heads streaming, and so with 4-bit KV
+    prefill     seconds of a prompt's forward: stock, patched, half of the heads streaming, so with the window of decoding, and
+                with 4-bit KV
     attention   the attention of a prompt in one layer: dense, and with half of the heads streaming
     decode      generate(), for each of --settings; the KV that each takes
     chain       the attention of a decode step with KV of 16, 8 and 4 bits
     offload     generate() with a pool for a tenth of the blocks, with KV of 16 and 4 bits: what is fetched
     ablation    the attention of a decode step: dense, static (streaming heads), dynamic (pages), both
-    reuse       the same by the number of tokens that share a selection, and what selecting costs
+    reuse       the same by the number of tokens that share a selection, and what selecting costs; the last row with the preset's
+                own `reuse_refresh`, which selects as often as the synthetic queries turn
     pages       the same by the sizes of logical and physical pages
 
 Keys, values and queries of decoded tokens are synthetic (benchmarks/synthetic.py), and there is no prompt to wait for. Rows of
@@ -35,7 +37,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from hf_sparse import PSACache, PSAConfig, patch_model, unpatch_model
 from hf_sparse.cache.digest_store import DigestStore
-from hf_sparse.cache.exact_ring import ExactRing
+from hf_sparse.cache.exact_blocks import ExactBlocks
 from hf_sparse.compat import CACHE_ARGUMENT
 from hf_sparse.kernels import decode as kernels
 from hf_sparse.kernels.prefill import prefill_attention
@@ -78,6 +80,13 @@ SETTINGS: dict[str, tuple[PSAConfig | None, float]] = {     # rows of generate()
     "lserve-half-kv4": (LSERVE.replace(kv_bits=4), 0.5),
     "psa-half-kv4": (PSA.replace(kv_bits=4), 0.5),
 }
+PROMPTS: dict[str, tuple[PSAConfig | None, float]] = {      # rows "prefill-..."
+    "stock": (None, 0.0),
+    "psa": (PSA, 0.0),
+    "streaming": (PSA, 0.5),
+    "streaming-narrow": (PSA.replace(streaming_prefill_window=PSA.streaming_window, min_context=0), 0.5),
+    "streaming-kv4": (PSA.replace(kv_bits=4), 0.5),
+}
 
 
 def streaming_heads(layers: int, heads: int, share: float) -> tuple[tuple[int, int], ...]:
@@ -100,8 +109,9 @@ def described(config: PSAConfig | None, shape: Shape) -> dict:
     if config is None:
         return {"streaming": 0.0, "kv_bits": 8 * shape.dtype.itemsize, "reuse": 1}
     pages = {"logical_size": config.logical_size} if config.digest == "pages" else {}
+    refresh = {"reuse_refresh": config.reuse_refresh} if config.reuse > 1 else {}
     return {"streaming": round(len(config.streaming_heads) / (shape.layers * shape.heads), 4), "kv_bits": config.kv_bits,
-            "reuse": config.reuse, "digest": config.digest, "block_size": config.block_size, **pages}
+            "reuse": config.reuse, **refresh, "digest": config.digest, "block_size": config.block_size, **pages}
 
 
 class Chain:
@@ -187,9 +197,11 @@ class Bench:
 
     # -- prompts ------------------------------------------------------------------------------------------------
     def prefill(self, batch: int, contexts) -> Iterator[dict]:
-        shape, half = shape_of(self.model, batch), with_streaming(PSA, shape_of(self.model, batch), 0.5)
+        shape = shape_of(self.model, batch)
         for context in contexts:
-            for name, config in (("stock", None), ("psa", PSA), ("streaming", half), ("streaming-kv4", half.replace(kv_bits=4))):
+            for name in self.args.prompts:
+                config, share = PROMPTS[name]
+                config = None if config is None else with_streaming(config, shape, share)
                 yield self.measured(f"prefill-{name}", "prefill", shape, context, config, self.prompt)
         unpatch_model(self.model)
 
@@ -309,8 +321,9 @@ class Bench:
 
     def reuse(self, batch: int, contexts) -> Iterator[dict]:
         for context in contexts:
-            for tokens in REUSE:
-                yield self.attended("reuse", batch, context, LSERVE.replace(reuse=tokens), self.selecting)
+            for tokens, refresh in (*((tokens, 0.0) for tokens in REUSE), (LSERVE.reuse, LSERVE.reuse_refresh)):
+                config = LSERVE.replace(reuse=tokens, reuse_refresh=refresh)
+                yield self.attended("reuse", batch, context, config, self.selecting)
 
     def pages(self, batch: int, contexts) -> Iterator[dict]:
         for context in contexts:
@@ -338,10 +351,10 @@ class Bench:
     def selecting(self, shape: Shape, context: int, config: PSAConfig) -> dict:
         """The chain, and of it what scoring and selecting take: the chain without them is one that keeps its selection."""
         chain, cache = self.chain_of(shape, context, config)
-        row = {"attention_us_per_layer": chain.us(), "kv_fraction": cache.stats()["kv_fraction"],
-               "kernels_us": chain.kernels_us()}
+        row = {"attention_us_per_layer": chain.us(), "kernels_us": chain.kernels_us()}
+        row |= {name: cache.stats()[name] for name in ("kv_fraction", "selected")}
         del chain, cache
-        keeps = config.replace(reuse=2**20, reuse_refresh=1.0)
+        keeps = config.replace(reuse=2**20, reuse_refresh=0)
         chain, cache = self.chain_of(shape, context, keeps, rewind=True)
         chain()
         with nothing_selected():
@@ -374,7 +387,8 @@ def pool_budget(config: PSAConfig, shape: Shape, context: int, tokens: int) -> i
     side = store.bytes_for(shape.batch, shape.heads, columns) + rows * columns * 8
     if config.kv_bits < 16:
         tail = max(config.recent_blocks + 1, store.unit_blocks)
-        side += ExactRing.bytes_for(shape.batch, shape.heads, config.sink_blocks, tail, size * 2 * shape.dim, shape.dtype.itemsize)
+        side += ExactBlocks.bytes_for(shape.batch, shape.heads, config.sink_blocks, tail, size * 2 * shape.dim,
+                                      shape.dtype.itemsize)
     return int(POOL * all_blocks(config, shape, context)) + shape.layers * side
 
 
@@ -383,13 +397,14 @@ def options(argv=None) -> argparse.Namespace:
     listed = lambda kind: lambda text: [kind(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--rows", type=listed(str), default=list(CONTEXTS))
     parser.add_argument("--settings", type=listed(str), default=list(SETTINGS), help="of the rows \"decode\"")
+    parser.add_argument("--prompts", type=listed(str), default=list(PROMPTS), help="of the rows \"prefill\"")
     parser.add_argument("--contexts", type=listed(int), help="for all rows, instead of each one's own")
     parser.add_argument("--batches", type=listed(int), help="for all rows; else 1, and 8 of the rows \"chain\"")
     parser.add_argument("--tokens", type=int, default=24, help="tokens of generate() that are measured")
     parser.add_argument("--warmup", type=int, default=12, help="tokens before them")
     add_run_arguments(parser, "benchmarks/results/lserve_h200.json")
     args = parser.parse_args(argv)
-    for given, known in ((args.rows, CONTEXTS), (args.settings, SETTINGS)):
+    for given, known in ((args.rows, CONTEXTS), (args.settings, SETTINGS), (args.prompts, PROMPTS)):
         check_names(parser, given, known)
     check_tokens(parser, args)
     args.pool = [POOL]                                      # for what is shared with benchmarks.offload

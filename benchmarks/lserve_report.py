@@ -9,6 +9,7 @@ LSERVE = {  # rows of benchmarks.lserve
     "prefill-stock": "DynamicCache",
     "prefill-psa": "hf_sparse",
     "prefill-streaming": "hf_sparse, streaming heads",
+    "prefill-streaming-narrow": "hf_sparse, streaming heads, window of decoding",
     "prefill-streaming-kv4": "hf_sparse, streaming heads, 4 bits",
     "attention-dense": "attention alone",
     "attention-streaming": "attention alone, streaming heads",
@@ -40,12 +41,16 @@ WANTED: list[tuple] = [
      "seconds", 1, 131072, "at least", 1.45),
     ("prompt, half of the heads streaming, whole", {"name": "prefill-streaming"}, {"phase": "prefill", "streaming": 0.0},
      "seconds", 1, 32768, "at least", 1.15),
+    ("the same with the window of decoding", {"name": "prefill-streaming-narrow"}, {"phase": "prefill", "streaming": 0.0},
+     "seconds", 1, 131072, "at least", 1.45),
+    ("the same with the window of decoding", {"name": "prefill-streaming-narrow"}, {"phase": "prefill", "streaming": 0.0},
+     "seconds", 1, 32768, "at least", 1.15),
     ("prompt, half of the heads streaming, attention alone", {"name": "attention-streaming"}, {"name": "attention-dense"},
      "attention_us_per_layer", 1, 131072, "at least", 1.7),
     ("time of a token, LServe of PSA", {"name": "lserve"}, {"name": "psa"}, "ms_per_token", 1, 131072, "at most", 1.0),
     ("KV memory, half of the heads streaming and 4 bits, of bf16", {"name": "lserve-half-kv4"}, None, "kv_ratio", 1, 131072,
      "at most", 0.18),
-    ("selection shared by 4 tokens, of by none", {"name": "reuse", "reuse": 4}, {"name": "reuse", "reuse": 1},
+    ("selection shared by 4 tokens, of by none", {"name": "reuse", "reuse": 4, "reuse_refresh": 0.0}, {"name": "reuse", "reuse": 1},
      "selector_us_per_layer", 1, 131072, "at most", 0.35),
     ("attention of a token, 8 bits", {"name": "chain-psa", "kv_bits": 8}, {"name": "chain-psa", "kv_bits": 16},
      "attention_us_per_layer", 8, 32768, "at least", 1.1),
@@ -59,7 +64,7 @@ LSERVE_HEAD = ("path", "batch", "context", "heads streaming", "KV bits", "tokens
 
 def lserve_rows(result: dict) -> list[dict]:
     """In the order of the tables; of a row measured twice in the same run, the later one."""
-    keys = ("run_id", "name", "batch", "context", "streaming", "kv_bits", "reuse", "block_size", "logical_size")
+    keys = ("run_id", "name", "batch", "context", "streaming", "kv_bits", "reuse", "reuse_refresh", "block_size", "logical_size")
     rows = latest(result["rows"], lambda row: tuple(row.get(key) for key in keys))
     order = list(LSERVE)
     return sorted(rows, key=lambda row: (row["batch"], row["context"], order.index(row["name"])))
@@ -172,8 +177,9 @@ def lserve_selection(result: dict, group: str) -> str:
         mine, once = (value(row, "selector_us_per_layer"), smallest(rows, row, "selector_us_per_layer", name=group, reuse=1))
         return [f"{row['logical_size']} of {row['block_size']}", spread(row["attention_us_per_layer"]), number(mine, 2),
                 number(mine / once if group == "reuse" and mine is not None and once else None, 2), *(number(us) for us in both),
-                percent(row.get("kv_fraction"))]
-    head = ["pages, tokens", "us a layer", "selecting, us", "of at every token", "rank kernel, us", "select kernel, us", "KV read"]
+                percent(row.get("selected")), percent(row.get("kv_fraction"))]
+    head = ["pages, tokens", "us a layer", "selecting, us", "of at every token", "rank kernel, us", "select kernel, us",
+            "tokens that select", "KV read"]
     return lserve_table(result, group, (group,), head, cells)
 
 

@@ -8,7 +8,7 @@ One layer of a Llama-3.1-8B shape in bf16 (32 query and 8 KV heads, head dim 128
     dense_half       half of the KV heads
     kernel           the other half, streaming, for each window and tile
     layer            all heads by prefill_attention, half of them streaming, with the default tile and with the sweep's best
-    chunk, chunk_kernel    the last queries of the row, dense: as they go now, and by the kernel
+    chunk, chunk_kernel    the last queries of the row, dense: by PyTorch, and by the kernel, which they go to
 """
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draw(tokens: int):
 
 
 def kernel(query, keys, values, heads, dense: int, window: int, tile: Tile | None, out) -> torch.Tensor:
-    prefill_kernel.launch(out, query, keys, values, heads, dense, SINK, window, DIM ** -0.5, 0.0, None, None, tile)
+    prefill_kernel.launch(out, query, keys, values, heads, dense, SINK, window, DIM ** -0.5, 0.0, None, tile)
     return out
 
 
@@ -162,17 +162,17 @@ def timings(tokens: int, repeats: int, tiles: list[Tile], run: str) -> list[dict
         ms = add("kernel", work, partial(kernel, query, keys, values, heads, 0, window, tile, out), **what)
         if window == WINDOW and (best is None or ms < best[0]):
             best = ms, tile
-    usual = prefill_kernel.LARGE_TILES[DIM]
+    usual = prefill_kernel.HOPPER_TILES[DIM]
     work = half * group * (whole + pairs(tokens, tokens, WINDOW))
     try:
         for tile, (name, streaming) in itertools.product(dict.fromkeys((usual, best[1])), STREAMING.items()):
-            prefill_kernel.LARGE_TILES[DIM] = tile
+            prefill_kernel.HOPPER_TILES[DIM] = tile
             what = {"streaming": name, "window": WINDOW, "tile": dataclasses.asdict(tile)}
             layer = partial(prefill_attention, query, keys, values, streaming, SINK, WINDOW, scaling)
             ms = add("layer", work, layer, **what)
             rows[-1]["times_dense"] = round(dense / ms, 3)
     finally:
-        prefill_kernel.LARGE_TILES[DIM] = usual
+        prefill_kernel.HOPPER_TILES[DIM] = usual
     count = min(CHUNK, tokens // 2)
     last = query[:, :, -count:]
     work, what = QUERY_HEADS * pairs(tokens, count), {"queries": count}

@@ -14,7 +14,7 @@ CONFIG_NAME = "psa_config.json"
 CONFIG_VERSION = 1
 
 POLICIES = ("threshold", "top_k", "top_p")
-DIGESTS = ("channel_codes", "key_bits", "cuboid_mean", "min_max", "pages", "centroid")
+DIGESTS = ("channel_codes", "key_bits", "key_planes", "cuboid_mean", "min_max", "pages", "centroid")
 STOP_RULES = ("estimate", "window", "nleft", "paper")
 GROUP_STOPS = ("mean", "min")
 GROUP_REDUCTIONS = ("softmax_mean", "max", "mean")
@@ -52,7 +52,7 @@ class PSAConfig:
         key_bits: bits a key channel in the "key_bits" digest: 1, 2, 3 or 4.
         logical_size: tokens of a logical page in the "pages" digest (LServe, arXiv 2502.14866); divides `block_size`.
         stop_rule: how the mass of the unread blocks is judged: "estimate" (the digest's own estimates; needs a
-            token-level digest: channel_codes or key_bits), "window" (unread blocks weigh what the last
+            token-level digest: channel_codes, key_bits or key_planes), "window" (unread blocks weigh what the last
             `stop_window` read ones did), "nleft" (what the lightest read one did) or "paper" (the formula as
             printed, which stops after a few blocks; for comparison only).
         stop_window: blocks in the mean of the "window" rule.
@@ -70,8 +70,9 @@ class PSAConfig:
         top_p: estimated mass for policy "top_p", in (0, 1].
         reuse: decoded tokens that share one selection of blocks (LServe). The always-read blocks are read anew at each; a row
             and KV head also selects anew when a block has left them, and after anything but decoding.
-        reuse_refresh: a row and KV head selects anew sooner, once the estimated coverage of what it keeps has fallen by so
-            much below what it was at the selection, in [0, 1].
+        reuse_refresh: a row and KV head selects anew sooner, at a token with a query that has turned away from the one that
+            the selection was made for: the cosine of the two is below this for one of the group's query heads, in [0, 1].
+            0: never sooner.
         min_context: rows shorter than this many tokens are attended densely.
         round_blocks, round_growth: blocks in the first round, and the factor between the numbers of blocks read at
             two checks of the stop rule. (GPU kernels read all that is planned at once, and check after it.)
@@ -118,7 +119,7 @@ class PSAConfig:
     top_k: int | float | None = None
     top_p: float = 0.9
     reuse: int = 1
-    reuse_refresh: float = 0.05
+    reuse_refresh: float = 0.9
     min_context: int = 2048
     round_blocks: int = 8
     round_growth: float = 1.25
@@ -196,7 +197,7 @@ class PSAConfig:
         if self.policy == "top_k" and self.top_k is None:
             raise ValueError("policy='top_k' needs top_k: blocks as an int, or a share of all blocks as a float.")
         if self.policy == "threshold" and self.stop_rule == "estimate" and self.threshold < 1.0 and \
-                self.digest not in ("channel_codes", "key_bits"):
+                self.digest not in ("channel_codes", "key_bits", "key_planes"):
             raise ValueError(f"stop_rule='estimate' needs a digest that estimates mass token by token; "
                              f"digest={self.digest!r} does not. Use stop_rule='window' with it.")
         for name in ("gpu_memory", "host_memory"):
@@ -229,7 +230,7 @@ class PSAConfig:
                 not isinstance(pair, (tuple, list)) or len(pair) != 2
                 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in pair) for pair in given):
             raise ValueError(f"streaming_heads must be pairs (layer index, KV head), got {given!r}. "
-                             "HeadProfile.streaming(sparsity=0.5) gives them.")
+                             "HeadProfile.settings(sparsity=0.5) gives them.")
         pairs = tuple(sorted((layer, head) for layer, head in given))
         if len(set(pairs)) < len(pairs):
             twice = next(pair for pair, after in zip(pairs, pairs[1:]) if pair == after)

@@ -21,37 +21,37 @@ class Kept:
     chosen: tuple
     start: int
     age: int
-    left: torch.Tensor                                      # [G] float64
-    coverage: float
-    fallen: bool = False
+    query: torch.Tensor                                     # [G, D] float64
+    short: bool = False                                     # more was read than is kept
 
 
 class Reader:
     """A layer with some tokens, decoded token by token; `check` compares each step with the rule."""
 
     def __init__(self, tokens: int, pads=(0, ), kernels: bool = False, seed: int = 0, sinks=None, dtype=torch.float32,
-                 wander: float = 1.0, **settings):
+                 wander: float = 1.0, heads: int = HEADS, group: int = GROUP, dim: int = DIM, **settings):
         self.config = PSAConfig(**{"min_context": 0, "block_size": 8, "policy": "top_k", "top_k": 8, "digest": "pages",
                                    "logical_size": 2, **settings})
         self.generator = torch.Generator().manual_seed(seed)
         self.layer = PSALayer(CacheState(self.config, layers=1), 0, 0)
         self.kernels, self.sinks, self.dtype, self.wander = kernels, sinks, dtype, wander
+        self.heads, self.group, self.dim = heads, group, dim
         rows = len(pads)
-        keys, values = self.draw(rows, HEADS, tokens), self.draw(rows, HEADS, tokens)
+        keys, values = self.draw(rows, heads, tokens), self.draw(rows, heads, tokens)
         valid = torch.arange(tokens) >= torch.tensor(pads)[:, None]
         self.layer.lazy_initialization(keys, values)
-        self.layer.group = GROUP
+        self.layer.group = group
         self.layer.commit(Pending(keys, values, 0), None if valid.all() else valid)
-        self.layer.digests.observe(self.draw(rows, HEADS * GROUP, tokens), HEADS, valid)
+        self.layer.digests.observe(self.draw(rows, heads * group, tokens), heads, valid)
         if not kernels:
             self.layer.state.kernels = lambda device, dtype: False
-        self.query = self.draw(rows, HEADS * GROUP, 1)
+        self.query = self.draw(rows, heads * group, 1)
         self.kept: dict[tuple[int, int], Kept] = {}
         self.fresh: list[list[bool]] = []                   # of each step, by row and head
-        self.early = 0                                      # selections given up because their coverage had fallen
+        self.early: list[tuple[int, int, int]] = []         # (step, row, head) given up because a query had turned away
 
     def draw(self, rows, heads, tokens) -> torch.Tensor:
-        return torch.randn(rows, heads, tokens, DIM, generator=self.generator).to(self.dtype)
+        return torch.randn(rows, heads, tokens, self.dim, generator=self.generator).to(self.dtype)
 
     def forget(self) -> None:
         self.kept = {}
@@ -64,10 +64,10 @@ class Reader:
         """One token, [B, H * G, Dv]; queries wander, so that a selection is good for some time."""
         layer = self.layer
         rows = layer.batch
-        self.query = math.sqrt(1 - self.wander**2) * self.query + self.wander * self.draw(rows, HEADS * GROUP, 1)
-        pending = Pending(self.draw(rows, HEADS, 1), self.draw(rows, HEADS, 1), layer.length)
+        self.query = math.sqrt(1 - self.wander**2) * self.query + self.wander * self.draw(rows, self.heads * self.group, 1)
+        pending = Pending(self.draw(rows, self.heads, 1), self.draw(rows, self.heads, 1), layer.length)
         self.asked = (self.query * 2.5).to(self.dtype)
-        output = layer.attend(self.asked, pending, None, None, DIM**-0.5, 0.0, self.sinks, None)
+        output = layer.attend(self.asked, pending, None, None, self.dim**-0.5, 0.0, self.sinks, None)
         return output.squeeze(2)
 
     def observed(self, row: int, head: int) -> tuple[tuple, bool]:
@@ -75,9 +75,8 @@ class Reader:
         kept = self.layer.kept
         if not self.kernels:
             return tuple(kept._order[row, head, :kept._read[row, head]].tolist()), bool(kept._age[row, head] == 1)
-        planned = int(kept.state[row, head, 2])
-        info = self.layer.state.static._work(self.layer).info[row, head]
-        return tuple(kept.ranked[row, head, :planned].tolist()), bool(info[7])
+        _, _, planned, fresh, *_ = kept.state[row, head].tolist()
+        return tuple(kept.ranked[row, head, :planned].tolist()), bool(fresh)
 
     def _room(self, blocks: int, forced: int) -> int:
         """How many ranked blocks the budget has room for."""
@@ -87,34 +86,41 @@ class Reader:
 
     def check(self, steps: int, tolerance: float = 1e-5) -> None:
         """Steps that select anew exactly when they should, and attend to the kept and to the always-read blocks."""
-        layer, P = self.layer, self.config.block_size
+        layer = self.layer
         for _ in range(steps):
             output = self.step()
             lengths, starts = layer.lengths.tolist(), layer.tail_start(layer.lengths).tolist()
             keys, values = (part.double() for part in layer._compact())
-            query = self.asked.squeeze(2).unflatten(1, (HEADS, GROUP)).double() * DIM**-0.5
-            units = (layer.length - 1) // (P * layer.digests.unit_blocks)
-            estimate = layer.digests.score(query.float(), units, 0.0).double()
+            query = self.asked.squeeze(2).unflatten(1, (self.heads, self.group)).double() * self.dim**-0.5
             self.fresh.append([])
             for row in range(layer.batch):
-                for head in range(HEADS):
+                for head in range(self.heads):
                     self._check_head(row, head, lengths[row], starts[row], query[row, head], keys[row, head],
-                                     values[row, head], estimate[row, head], output[row].unflatten(0, (HEADS, GROUP))[head],
-                                     tolerance)
+                                     values[row, head], output[row].unflatten(0, (self.heads, self.group))[head], tolerance)
 
-    def _check_head(self, row, head, length, start, query, keys, values, estimate, output, tolerance) -> None:
+    def _turned(self, query, before) -> bool:
+        """Whether one of the query heads has turned too far, in plain numbers."""
+        for now, then in zip(query.tolist(), before.tolist(), strict=True):
+            lengths = math.hypot(*now) * math.hypot(*then)
+            if lengths and sum(map(math.prod, zip(now, then, strict=True))) / lengths < self.config.reuse_refresh:
+                return self.config.reuse_refresh > 0
+        return False
+
+    def _check_head(self, row, head, length, start, query, keys, values, output, tolerance) -> None:
         config, P, sink = self.config, self.config.block_size, self.config.sink_blocks
         old = self.kept.get((row, head))
-        due = old is None or old.age == config.reuse or old.start != start or old.fallen
+        late = old is None or old.age == config.reuse or old.start != start or old.short
+        due = late or self._turned(query, old.query)
         chosen, fresh = self.observed(row, head)
         assert fresh == due, (row, head, length, old)
         self.fresh[-1].append(fresh)
         if self.kernels and bool(self.layer.state.static._work(self.layer).info[row, head, 5]):
             # The kernels have read on, beyond what they keep: it lasts no longer.
             assert due
-            self.kept[row, head] = Kept((), start, 1, torch.zeros(GROUP), 0.0, fallen=True)
+            self.kept[row, head] = Kept((), start, 1, query, short=True)
             return
-        self.early += old is not None and old.fallen and bool(old.chosen)
+        if due and not late and old.chosen:
+            self.early.append((len(self.fresh) - 1, row, head))
         block = torch.arange(keys.shape[0]) // P
         token = torch.arange(keys.shape[0]) < length
         forced = ((block < sink) | (block >= start)) & token
@@ -129,19 +135,27 @@ class Reader:
         weights = torch.softmax(logits.masked_fill(~seen, -math.inf), -1)
         captured = mass(seen)
         if self.sinks is not None:
-            extra = self.sinks.double().view(HEADS, GROUP)[head]
+            extra = self.sinks.double().view(self.heads, self.group)[head]
             captured = torch.logaddexp(captured, extra)
             weights = weights * torch.exp(mass(seen) - captured)[:, None]
         torch.testing.assert_close(output.double(), weights @ values, rtol=10 * tolerance, atol=tolerance)
-        if due:
-            unread = [n for n in range(sink, start) if n not in chosen]
-            left = estimate[:, unread].logsumexp(-1) if unread else torch.full((GROUP, ), -math.inf).double()
-            if not self.layer.digests.digest.token_level and chosen:
-                promised = estimate[:, sorted(chosen)].logsumexp(-1)
-                left = left + mass(seen & ~forced) - promised
-            old = Kept(chosen, start, 0, left, 0.0)
-        coverage = torch.exp(captured - torch.logaddexp(captured, old.left))
-        now = float(coverage.min() if config.group_stop == "min" else coverage.mean())
-        first = now if due else old.coverage
-        self.kept[row, head] = dataclasses.replace(old, age=old.age + 1, coverage=first,
-                                                   fallen=now < first - config.reuse_refresh)
+        old = Kept(chosen, start, 0, query) if due else old
+        self.kept[row, head] = dataclasses.replace(old, age=old.age + 1)
+
+
+# What one query becomes, along itself and at a right angle, and whether its group selects anew.
+TURNS = {"turned": ((0.0, 1.0), True), "back": ((-1.0, 0.0), True), "less": ((0.9, 0.5), False), "longer": ((3.0, 0.0), False),
+         "none": ((0.0, 0.0), False)}
+
+
+def one_query_turns(turn: str, **settings) -> None:
+    """A query head of the second KV head turns: its group selects anew at that very token, if it does, and no other head."""
+    (along, aside), ends = TURNS[turn]
+    reader = Reader(162, reuse=8, wander=0.0, reuse_refresh=0.85, **settings)
+    reader.check(2)
+    before, other = reader.query[0, reader.group + 1, 0], torch.randn(reader.dim, generator=reader.generator)
+    other = other - (other @ before) / (before @ before) * before
+    reader.query[0, reader.group + 1, 0] = along * before + aside * other * before.norm() / other.norm()
+    reader.check(2)
+    others = [False] * (reader.heads - 2)
+    assert reader.fresh == [[True] * reader.heads, [False] * reader.heads, [False, ends, *others], [False] * reader.heads]

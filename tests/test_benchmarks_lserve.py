@@ -66,8 +66,8 @@ def test_settings_that_rows_measure():
 
 def test_rows_say_what_they_were_measured_with():
     config = lserve.with_streaming(lserve.LSERVE.replace(kv_bits=4), SMALL, 0.25)
-    assert lserve.described(config, SMALL) == {"streaming": 0.25, "kv_bits": 4, "reuse": 4, "digest": "pages", "block_size": 64,
-                                               "logical_size": 16}
+    assert lserve.described(config, SMALL) == {"streaming": 0.25, "kv_bits": 4, "reuse": 4, "reuse_refresh": 0.9, "digest": "pages",
+                                               "block_size": 64, "logical_size": 16}
     assert lserve.described(None, SMALL) == {"streaming": 0.0, "kv_bits": 32, "reuse": 1}
 
 
@@ -77,7 +77,7 @@ def test_options():
     assert lserve.options([]).contexts is None and set(lserve.WITH_MODEL) < set(lserve.options([]).rows)
 
 
-@pytest.mark.parametrize("wrong", [["--rows", "psa"], ["--settings", "quest"], ["--tokens", "2"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("wrong", [["--rows", "psa"], ["--settings", "quest"], ["--prompts", "quest"], ["--tokens", "2"]], ids=lambda words: words[0])
 def test_options_that_are_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         lserve.options(wrong)
@@ -165,9 +165,9 @@ def bench_of(model, *words: str) -> lserve.Bench:
 
 
 def test_rows_of_prompts(model):
-    rows = list(bench_of(model).rows("prefill", 1, [200, 300]))
-    assert [(row["name"], row["context"]) for row in rows[:4]] == [
-        (f"prefill-{name}", 200) for name in ("stock", "psa", "streaming", "streaming-kv4")] and len(rows) == 8
+    names = "stock", "psa", "streaming-narrow", "streaming-kv4"
+    rows = list(bench_of(model, "--prompts", ",".join(names)).rows("prefill", 1, [200, 300]))
+    assert [(row["name"], row["context"]) for row in rows[:4]] == [(f"prefill-{name}", 200) for name in names] and len(rows) == 8
     assert all(row["phase"] == "prefill" and row["seconds"]["median"] > 0 for row in rows)
     assert [row["streaming"] for row in rows[:4]] == [0.0, 0.0, 0.5, 0.5] and rows[3]["kv_bits"] == 4
     assert not hasattr(model, "_hf_sparse")
@@ -209,15 +209,15 @@ def test_every_row_is_written_at_once_and_appended(monkeypatch, tmp_path):
 
 
 INTERPRETED = """
-import dataclasses, json, sys
+import json, sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from triton.runtime.interpreter import interpreter_builder
 from benchmarks import lserve
 from benchmarks.synthetic import Shape
 from hf_sparse.kernels import decode
+from tests.triton.interpreter import hasten
 
-interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+hasten()
 launched = []
 
 class Counted:
@@ -259,15 +259,16 @@ def test_rows_of_decoding_by_the_kernels():
     done = subprocess.run([sys.executable, "-c", INTERPRETED], cwd=ROOT, text=True, capture_output=True, timeout=500,
                           env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
-    generated, reuse = json.loads(done.stdout.splitlines()[-1])
-    assert "error" not in generated and "error" not in reuse, done.stderr[-2000:]
+    generated, reuse, refreshed = json.loads(done.stdout.splitlines()[-1])
+    assert not any("error" in row for row in (generated, reuse, refreshed)), done.stderr[-2000:]
+    assert (reuse["reuse_refresh"], refreshed["reuse_refresh"]) == (0.0, 0.9) and refreshed["selected"] >= reuse["selected"]
     assert (generated["name"], generated["streaming"], generated["kv_bits"], generated["reuse"]) == ("lserve-half-kv4", 0.5, 4, 4)
     assert generated["ms_per_token"]["median"] > 0 and 0 < generated["kv_fraction"] < 1 and generated["kv_ratio"] > 0
     each = 1e3 / 2                                          # of two tokens through one layer
     # Tokens are counted, and each is selected for and merged; and where nothing is selected the rows go back.
     assert reuse["attention_us_per_layer"]["median"] == (2 + 200 + 20000) * each
     assert reuse["kept_us_per_layer"]["median"] == 20000 * each and reuse["selector_us_per_layer"] == 202 * each
-    assert reuse["kernels_us"] == {"rank_kernel": 1.0, "select_kernel": 2.0}
+    assert reuse["kernels_us"] == {"rank_kernel": 1.0, "select_kernel": 2.0} and 0.5 <= reuse["selected"] <= 1
 
 def test_settings_of_the_rows_of_attention_alone(monkeypatch):
     given = []
@@ -281,7 +282,8 @@ def test_settings_of_the_rows_of_attention_alone(monkeypatch):
         ("ablation-dense", 0.0, "channel_codes"), ("ablation-static", 0.5, "channel_codes"), ("ablation-dynamic", 0.0, "pages"),
         ("ablation-both", 0.5, "pages")]
     assert [config.threshold for config in given[6:8]] == [1.0, 1.0]
-    assert [row["reuse"] for row in found["reuse"]] == [1, 2, 4, 8, 16]
+    assert [(row["reuse"], row.get("reuse_refresh")) for row in found["reuse"]] == [
+        (1, None), (2, 0.0), (4, 0.0), (8, 0.0), (16, 0.0), (4, 0.9)]
     assert [(row["logical_size"], row["block_size"], config.top_k) for row, config in zip(found["pages"], given[-5:])] == [
         (16, 32, 128), (32, 32, 128), (16, 64, 64), (32, 64, 64), (64, 64, 64)]
     assert {row["batch"] for rows in found.values() for row in rows} == {2}
@@ -327,7 +329,7 @@ RESULT = {
         {**PLACE, "name": "lserve", "reuse": 4, "ms_per_token": us(7.7)},
         {**PLACE, "name": "lserve-half-kv4", "streaming": 0.5, "kv_bits": 4, "reuse": 4, "error": "out of\nmemory"},
         {**SELECTING, "selector_us_per_layer": 20.0, "kernels_us": {"rank_kernel": 14.0, "select_kernel": 9.0}},
-        {**SELECTING, "reuse": 4, "selector_us_per_layer": 6.0},
+        {**SELECTING, "reuse": 4, "reuse_refresh": 0.0, "selector_us_per_layer": 6.0, "selected": 0.25},
         *({**PLACE, "name": "offload", "kv_bits": bits, "ms_per_token": us(9.0), "misses_per_token": 1000.0, "fetch_bytes": count}
           for bits, count in ((16, 16384000), (4, 4736000))),
         *({**PLACE, "name": "chain-psa", "batch": 8, "context": 32768, "kv_bits": bits, "attention_us_per_layer": us(time)}
@@ -357,8 +359,8 @@ def test_report_of_lserve(tmp_path):
         "| LServe | 1 | 131072 | 0% | 16 | 4 | 7.70 (7.70-7.70) | 0.91 | - | - | - | - | - | aaaa |",
         "| PSA | 1 | 131072 | 0% | 16 | 1 | 7.00 (7.00-7.00) | 1.00 | - | 3.0% | 17.00 | 1.080 | yes | aaaa |",
         "| LServe | 1 | 131072 | 50% | 4 | 4 | failed: out of memory | - | - | - | - | - | - | aaaa |",
-        "| LServe | 1 | 131072 | 0% | 16 | 4 | 16 of 64 | 30.0 (30.0-30.0) | 6.00 | 0.30 | - | - | - | aaaa |",
-        "| LServe | 1 | 131072 | 0% | 16 | 1 | 16 of 32 | 30.0 (30.0-30.0) | 21.00 | - | - | - | - | aaaa |",
+        "| LServe | 1 | 131072 | 0% | 16 | 4 | 16 of 64 | 30.0 (30.0-30.0) | 6.00 | 0.30 | - | - | 25.0% | - | aaaa |",
+        "| LServe | 1 | 131072 | 0% | 16 | 1 | 16 of 32 | 30.0 (30.0-30.0) | 21.00 | - | - | - | - | - | aaaa |",
         "| PSA | 8 | 32768 | 0% | 4 | 1 | 55.0 (55.0-55.0) | 1.09 | - | - | aaaa |",
         "| both | 1 | 131072 | 0% | 16 | 1 | 40.0 (40.0-40.0) | 5.00 | - | - | aaaa |",
         "| PSA | 1 | 131072 | 0% | 4 | 1 | 9.00 (9.00-9.00) | - | - | 1000.0 | 4.74 | - | - | aaaa |",

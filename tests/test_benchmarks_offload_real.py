@@ -12,7 +12,7 @@ from benchmarks import report
 from hf_sparse import PSAConfig, patched
 from hf_sparse.evaluation import DenseDecodeError, Haystack, Question, answer, build_samples, default_paragraphs, prefill
 from hf_sparse.kernels.reference import fetch
-from tests.text_model import text_model, text_tokenizer
+from tests.text_model import save_text_model, text_model, text_tokenizer
 
 pytest.importorskip("triton")
 
@@ -173,8 +173,7 @@ def test_hits_of_dense_steps_are_no_measurement():
 
 def test_command_writes_what_the_report_takes(tmp_path, monkeypatch):
     directory, out = tmp_path / "tiny", tmp_path / "out.json"
-    text_model().save_pretrained(directory)
-    text_tokenizer().save_pretrained(directory)
+    save_text_model(directory)
     monkeypatch.setattr(offload_real, "PSAConfig", lambda: CONFIG)
     for name, value in (("CHECKED", 0.7), ("WARMUP", 4), ("TOKENS", 6)):
         monkeypatch.setattr(offload_real, name, value)

@@ -18,17 +18,15 @@ from hf_sparse.commands import evaluate as eval_command
 from hf_sparse.commands.common import CommandError, parse_pair
 from hf_sparse.commands.main import main
 from hf_sparse.evaluation import TASKS
-from tests.text_model import CONTEXT, text_model, text_tokenizer
+from tests.text_model import CONTEXT, save_text_model, text_model, text_tokenizer
 
 SPARSE = ["--set", "min_context=0", "--set", "block_size=4", "--threshold", "0.6"]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A model directory as anyone would have it."""
     path = tmp_path_factory.mktemp("models") / "tiny"
-    text_model().save_pretrained(path)
-    text_tokenizer().save_pretrained(path)
+    save_text_model(path)
     return str(path)
 
 

@@ -23,7 +23,7 @@ from hf_sparse.heads.calibrate import repeat_passages
 from hf_sparse.heads.left_out import left_out
 from hf_sparse.heads.profile import PROFILE_NAME, full_attention_heads
 from tests.models import SLIDING_WINDOW, VOCAB_SIZE, build, get_model
-from tests.text_model import text_model, text_tokenizer
+from tests.text_model import save_text_model, text_model, text_tokenizer
 
 GATES = torch.tensor([[0.5, 0.25, 1.0], [0.25, 0.0, 0.5]])
 SINK, WINDOW = 5, 19
@@ -56,19 +56,19 @@ def text(length: int, seed: int = 0) -> list[int]:
     ids=["none", "quarter", "half", "two_thirds", "all", "below_0", "at_a_gate", "above_a_gate", "below_1"],
 )
 def test_heads_are_chosen_by_sparsity_or_threshold(choice, expected):
-    assert profile().streaming(**choice) == expected
+    assert profile().settings(**choice) == {"streaming_heads": expected}
 
 
 def test_ties_are_broken_by_layer_and_head():
     even = profile(torch.full((7, 3), 0.5), tuple(range(7)))
     places = [(layer, head) for layer in range(7) for head in range(3)]
     for count in range(22):
-        assert even.streaming(sparsity=count / 21) == tuple(places[:count])
+        assert even.settings(sparsity=count / 21)["streaming_heads"] == tuple(places[:count])
 
 
 def test_a_threshold_is_compared_with_the_gate_as_it_is():
     gate = torch.tensor([[0.1]])
-    assert profile(gate, (0,)).streaming(threshold=0.1) == ()               # float32(0.1) is above 0.1
+    assert profile(gate, (0,)).settings(threshold=0.1)["streaming_heads"] == ()     # float32(0.1) is above 0.1
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,26 @@ def test_a_threshold_is_compared_with_the_gate_as_it_is():
 )
 def test_choices_that_make_no_sense_are_refused(choice, error, message):
     with pytest.raises(error, match=message):
-        profile().streaming(**choice)
+        profile().settings(**choice)
+
+
+@pytest.mark.parametrize(("about", "sizes"), [
+    (dict(sink=64, window=512), (64, 512)), (dict(window=100), (128, 100)), (dict(sink=0), (0, 256)),
+    (dict(method="mass"), (128, 256)),
+], ids=["both", "window", "no_sink", "unknown"])
+def test_heads_come_with_the_sink_and_window_that_they_were_measured_with(about, sizes):
+    config = PSAConfig(**profile(**about).settings(sparsity=0.25))
+    assert config.streaming_heads == ((1, 1), (4, 1))
+    assert (config.streaming_sink, config.streaming_window) == sizes
+
+
+def test_a_profile_can_not_be_applied_with_other_sizes_by_accident():
+    measured = profile(sink=64, window=512)
+    with pytest.raises(TypeError, match="streaming_window"):
+        PSAConfig(**measured.settings(sparsity=0.5), streaming_window=256)
+    assert PSAConfig(**{**measured.settings(sparsity=0.5), "streaming_window": 256}).streaming_window == 256
+    with pytest.raises((TypeError, ValueError), match="streaming_sink"):
+        PSAConfig(**profile(sink="much").settings(sparsity=0.5))
 
 
 # -- profiles -------------------------------------------------------------------------------------------------------
@@ -255,7 +274,7 @@ def test_tables_of_duo_attention_are_imported(tmp_path):
         assert imported.gates.tolist() == [[0.60546875, 0.0], [1.0, 0.0]] and imported.layers == (0, 1)
         assert imported.about == {"model": model_fingerprint(config), "method": "duo_attention", "sink": 64, "window": 200,
                                   "trained_on": "Some-8B"}
-    assert imported.streaming(sparsity=0.5) == ((0, 1), (1, 1))
+    assert imported.settings(sparsity=0.5) == {"streaming_heads": ((0, 1), (1, 1)), "streaming_sink": 64, "streaming_window": 200}
     imported.save(tmp_path)
     HeadProfile.load(tmp_path).check(config)
 
@@ -521,9 +540,10 @@ def test_the_example_of_the_guide_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"tokenizer": tokenizer, "model": model}
     exec(compile(example, "guide.md", "exec"), names)
-    assert len(names["half"]) == 2 and model._hf_sparse.config.streaming_heads == names["half"]
-    assert set(names["idle"]) == {(layer, head) for layer in (0, 1) for head in (0, 1)
-                                  if names["profile"].gates[layer, head] < 0.2}
+    config, half = model._hf_sparse.config, names["half"]
+    assert len(half["streaming_heads"]) == 2 and {name: getattr(config, name) for name in half} == half
+    assert set(names["idle"]["streaming_heads"]) == {(layer, head) for layer in (0, 1) for head in (0, 1)
+                                                     if names["profile"].gates[layer, head] < 0.2}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -532,8 +552,7 @@ def test_the_example_of_the_guide_runs(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "tiny"
-    text_model().save_pretrained(path)
-    text_tokenizer().save_pretrained(path)
+    save_text_model(path)
     return str(path)
 
 
@@ -547,7 +566,9 @@ def test_the_command_writes_a_profile_and_prints_it(directory, tmp_path, capsys)
     saved = HeadProfile.load(tmp_path / "new")
     saved.check(text_model().config)
     assert (saved.about["tokens"], saved.about["texts"], saved.about["window"]) == (1000, 2, WINDOW)
-    streaming = saved.streaming(sparsity=0.5)
+    settings = saved.settings(sparsity=0.5)
+    streaming = settings.pop("streaming_heads")
+    assert settings == {"streaming_sink": SINK, "streaming_window": WINDOW}
     lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in printed.out.splitlines() if line.startswith("| ")]
     assert lines[0] == ["layer", "streaming", "gates"] and len(lines) == 3 and len(streaming) == 2
     for layer, (number, count, gates) in enumerate(lines[1:]):

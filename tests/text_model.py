@@ -56,3 +56,9 @@ def text_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
 def text_model() -> PreTrainedModel:
     """Unpatched, float32, for `text_tokenizer`; every test must leave it as it was."""
     return build("llama", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
+
+
+def save_text_model(path) -> None:
+    """A model directory as anyone would have it: model and tokenizer."""
+    text_model().save_pretrained(path)
+    text_tokenizer().save_pretrained(path)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.reference.softmax import finite
+from ..selection.drift import drifted
 
 
 class KeptSelection:
@@ -12,16 +12,16 @@ class KeptSelection:
     A row and KV head selects anew when
     - nothing is kept, or `reuse` tokens have had what is;
     - its always-read tail begins elsewhere, since blocks that have left it were in no selection;
-    - the estimated coverage has fallen by more than `reuse_refresh` below what it was at the selection. Coverage is the mass
-      gathered over that and the mass left unread, as it was estimated at the selection, in absolute terms.
+    - a query head of its group has turned away from the query that the selection was made for, so that the cosine is below
+      `reuse_refresh`.
 
     Everything but decoding token by token makes the layer forget.
     """
 
     def __init__(self):
-        self.state = self.left_log2 = self.ranked = None    # the kernels': see `reserve`
+        self.state = self.query = self.ranked = None        # the kernels': see `reserve`
         self._length = None                                 # padded length at which the reference's was last used
-        self._order = self._read = self._start = self._age = self._left = self._coverage = self._fallen = None
+        self._order = self._read = self._start = self._age = self._query = None
 
     # -- what makes it void -----------------------------------------------------------------------------------------
     def forget(self) -> None:
@@ -38,26 +38,28 @@ class KeptSelection:
             self.state.zero_()
 
     # -- the kernels' -------------------------------------------------------------------------------------------------
-    def reserve(self, batch: int, heads: int, group: int, width: int, device: torch.device) -> bool:
-        """Buffers for rows of `width` blocks: `state` int32 [B, H, 8] (kernels/reuse.py), `left_log2` fp32 [B, H, group] and
-        `ranked` int64 [B, H, width]. Returns whether one has moved."""
-        if self.state is not None and self.left_log2.shape == (batch, heads, group):
+    def reserve(self, batch: int, heads: int, group: int, dim: int, width: int, dtype: torch.dtype,
+                device: torch.device) -> bool:
+        """Buffers for rows of `width` blocks: `state` int32 [B, H, 8] (kernels/reuse.py), `query` [B, H, group, dim] of the
+        model's `dtype` and `ranked` int64 [B, H, width]. Returns whether one has moved."""
+        if self.state is not None and self.query.shape == (batch, heads, group, dim):
             if self.ranked.shape[2] == width:
                 return False
             old = self.ranked[:, :, :width]
             self.ranked = torch.nn.functional.pad(old, (0, width - old.shape[2]))
             return True
         self.state = torch.zeros(batch, heads, 8, dtype=torch.int32, device=device)
-        self.left_log2 = torch.zeros(batch, heads, group, device=device)
+        self.query = torch.zeros(batch, heads, group, dim, dtype=dtype, device=device)
         self.ranked = torch.zeros(batch, heads, width, dtype=torch.int64, device=device)
         return True
 
     # -- the reference's ------------------------------------------------------------------------------------------------
-    def due(self, start: torch.Tensor, heads: int, length: int, reuse: int) -> torch.Tensor:
-        """[B, H] which heads select anew at the token that has made rows `length` tokens long; start [B] of the tail."""
+    def due(self, query: torch.Tensor, start: torch.Tensor, length: int, reuse: int, refresh: float) -> torch.Tensor:
+        """[B, H] which heads select anew at the token that has made rows `length` tokens long; query [B, H, G, D], start [B] of
+        the tail."""
         if self._length != length - 1:
-            return torch.ones(start.shape[0], heads, dtype=torch.bool, device=start.device)
-        return (self._age >= reuse) | (start != self._start)[:, None] | self._fallen
+            return torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+        return (self._age >= reuse) | (start != self._start)[:, None] | drifted(query, self._query, refresh)
 
     def plan(self, fresh: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks in the order in which they may be read [B, H, M], and how many of them [B, H]: this token's own ranking and
@@ -71,38 +73,11 @@ class KeptSelection:
         self._order = order
         return order, count
 
-    def watch(self, fresh: torch.Tensor, start: torch.Tensor, length: int, read: torch.Tensor, left: torch.Tensor,
-              captured: torch.Tensor, drop: float, smallest: bool) -> torch.Tensor:
-        """After a token: keep what is new, and see whether the next one is to select anew.
-
-        Args:
-            read: [B, H] ranked blocks read. left: [B, H, G] log mass that `fresh` selections have left unread.
-            captured: [B, H, G] log mass gathered. smallest: the smallest coverage of a group's heads counts, else their mean.
-
-        Returns:
-            [B, H, G] coverage, by what was left at the selection.
-        """
-        if self._left is None or self._left.shape != left.shape:
-            self._left = left
-        self._left = torch.where(fresh[..., None], left, self._left)
-        coverage = torch.exp(captured - finite(torch.logaddexp(captured, self._left)))
-        now = coverage.amin(-1) if smallest else coverage.mean(-1)
-        if self._length is None or self._coverage.shape != now.shape:
-            self._age, self._coverage, self._read = torch.zeros_like(read), now, read
+    def keep(self, fresh: torch.Tensor, query: torch.Tensor, start: torch.Tensor, length: int, read: torch.Tensor) -> None:
+        """After a token, with the arguments of `due`: what is `fresh` is kept. read: [B, H] ranked blocks that were read."""
+        if self._length is None:
+            self._age, self._query, self._read = torch.zeros_like(read), query, read
         self._age = torch.where(fresh, 1, self._age + 1)
-        self._coverage = torch.where(fresh, now, self._coverage)
+        self._query = torch.where(fresh[..., None, None], query, self._query)
         self._read = torch.where(fresh, read, self._read)
-        self._fallen = now < self._coverage - drop
         self._start, self._length = start, length
-        return coverage
-
-
-def calibrated(left: torch.Tensor, all_of_it: torch.Tensor, forced: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Estimates that only rank, as the log mass left unread: unread blocks hold as much of theirs as those read did.
-
-    left, all_of_it: [B, H, G] log of the estimates of unread blocks, and of all candidates. forced, mass: log masses of the
-    always-read blocks, and of everything gathered.
-    """
-    held = mass + torch.log(-torch.expm1((forced - mass).clamp(max=0.0)))
-    promised = all_of_it + torch.log(-torch.expm1((left - finite(all_of_it)).clamp(max=0.0)))
-    return torch.where(torch.isfinite(promised), left + held - finite(promised), left)

@@ -3,20 +3,18 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.prefill import causal_attention
 from ..kernels.reference.dense import exact_attention
 from .backend import warn_reference
-from .blocks import LayerBlocks
 from .handle import Pending
 from .owner import Change
 from .pool import next_version
+from .rows import LayerRows
 from .step import sparse_step
 
-# Queries of a chunk that attend together, which bounds the mask.
-QUERY_CHUNK = 512
 
-
-class PSALayer(LayerBlocks):
-    """Attention over the blocks of one layer: prompts exactly, single tokens sparsely."""
+class PSALayer(LayerRows):
+    """Attention over the blocks of one layer: prompts exactly, single tokens sparsely (step.py, or the same as kernels)."""
 
     # -- attention ----------------------------------------------------------------------------------------------------
     def attend(self, query, pending: Pending, valid, mask, scaling: float, softcap: float, sinks, dense_step):
@@ -92,11 +90,10 @@ class PSALayer(LayerBlocks):
         """The first tokens: causal attention among themselves, with the padding moved behind instead of masked."""
         keys, values = pending.keys, pending.values
         if not self.ragged:
-            return exact_attention(query, keys, values, None, scaling, softcap, sinks, causal=True)
+            return causal_attention(query, keys, values, scaling, softcap, sinks)
         order = (~self.valid).long().argsort(dim=1, stable=True)
         gather = lambda x: x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))  # noqa: E731
-        output = exact_attention(gather(query), gather(keys), gather(values), None, scaling, softcap, sinks,
-                                 causal=True)
+        output = causal_attention(gather(query), gather(keys), gather(values), scaling, softcap, sinks)
         index = order[:, None, :, None].expand(-1, output.shape[1], -1, output.shape[3])
         return torch.empty_like(output).scatter_(2, index, output)
 
@@ -108,14 +105,14 @@ class PSALayer(LayerBlocks):
         """
         keys, values = self._compact()
         if not self.ragged:
-            return _attend_last(query, keys[:, :, :self.length], values[:, :, :self.length], scaling, softcap, sinks)
+            return causal_attention(query, keys[:, :, :self.length], values[:, :, :self.length], scaling, softcap, sinks)
         output = query.new_zeros(*query.shape[:3], self.value_dim)
         # Of prompts and turns in pieces only: a step of one token never comes here, so the host may wait for the lengths.
         for row, length in enumerate(self.lengths.tolist()):
             real, here = self.valid[row, past:].nonzero().squeeze(1), slice(row, row + 1)
             if len(real):
-                output[here, :, real] = _attend_last(query[here, :, real], keys[here, :, :length], values[here, :, :length],
-                                                     scaling, softcap, sinks)
+                output[here, :, real] = causal_attention(query[here, :, real], keys[here, :, :length], values[here, :, :length],
+                                                          scaling, softcap, sinks)
         return output
 
     def _is_of_prompt(self, length: int) -> bool:
@@ -195,15 +192,3 @@ class PSALayer(LayerBlocks):
         output = step.run(self, query, pending.keys, pending.values, sinks, scaling, softcap)
         self.end_step()
         return output.transpose(1, 2)
-
-
-def _attend_last(query, keys, values, scaling, softcap, sinks):
-    """Exact attention of the last tokens of rows: [B, Hq, q, D] over [B, H, T, D], causal, a few queries at a time."""
-    total, count = keys.shape[2], query.shape[2]
-    outputs = []
-    for low in range(0, count, QUERY_CHUNK):
-        high = min(low + QUERY_CHUNK, count)
-        visible = total - count + high
-        outputs.append(exact_attention(query[:, :, low:high], keys[:, :, :visible], values[:, :, :visible], None, scaling,
-                                       softcap, sinks, causal=True))
-    return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]

@@ -9,8 +9,8 @@ import torch
 
 from ..compat import Cache, chunk_of, is_plain_layer, is_sliding_layer, kv_heads, layer_config, template_layers
 from ..config import FORK_FIELDS, PSAConfig
+from ..kernels.reference.exact_blocks import SLACK_BLOCKS
 from ..kernels.reference.quantise import packed_bytes
-from ..kernels.reference.ring import SLACK
 from ..selection.rounds import largest_round
 from ..sizes import format_bytes
 from .layer import PSALayer
@@ -128,7 +128,7 @@ class PSACache(Cache):
         block = config.block_size * 2 * dim * dtype.itemsize
         if config.kv_bits == 16:
             return slots * block
-        exact = batch * held * (config.sink_blocks + config.recent_blocks + 1 + SLACK)
+        exact = batch * held * (config.sink_blocks + config.recent_blocks + 1 + SLACK_BLOCKS)
         return slots * packed_bytes(config.block_size, dim, dim, config.kv_bits) + exact * block
 
     @property
@@ -302,7 +302,8 @@ class PSACache(Cache):
         Returns:
             A dict: steps and sparse_steps (decoded tokens, of which sparse), blocks_read and blocks_held (summed over
             rows, KV heads, layers and sparse steps), kv_fraction (their ratio, None before the first sparse step),
-            coverage (mean estimated share of the attention mass gathered), coverage_true (with verify=True), hits,
+            coverage (mean estimated share of the attention mass gathered), selected (share of tokens, rows and KV heads whose
+            selection was their own and not a kept one; coverage is the mean over these), coverage_true (with verify=True), hits,
             misses and hit_rate of the pool, bytes by tier, materialized (times that dense keys or values were handed
             out), and layers, a dict for each with the same figures, captured_log_mass [B][Hq] of the last step and,
             with record_steps, the history of blocks read a row and KV head.
@@ -338,6 +339,7 @@ class PSACache(Cache):
             "sparse_steps": max((entry["sparse_steps"] for entry in sparse), default=0),
             "blocks_read": read, "blocks_held": held, "kv_fraction": read / held if held else None,
             "coverage": _mean(sparse, "coverage"), "coverage_true": _mean(sparse, "coverage_true"),
+            "selected": _mean(sparse, "selected"),
             "hits": hits, "misses": misses, "hit_rate": hits / (hits + misses) if hits + misses else None,
             "bytes": {"device": device, "host": host, "digest": digest},
             "materialized": materialized,

@@ -6,15 +6,15 @@ import torch
 from ..config import PSAConfig
 from ..kernels.copy_engine import CopyEngineTier
 from ..kernels.decode import FIELDS, NO_LIMIT, DecodePolicy, DecodeShape, DecodeWork, decode_layer
-from ..kernels.descriptor import EXACT, FORCED_BEFORE, HEADS, KEPT, KEPT_LEFT, PLANNED_BEFORE, RANKED
+from ..kernels.descriptor import EXACT, FORCED_BEFORE, HEADS, KEPT, KEPT_QUERY, PLANNED_BEFORE, RANKED
 from ..kernels.host_link import HostLink
 from ..kernels.prefetch import prefetch_layer
 from ..kernels.streaming import RING_FIELDS, ring_step
 from ..kernels.tiering import Tier, TierWork
 from .layer import PSALayer
 from .pool import next_version
-from .ring import SLACK
 from .split import SplitLayer
+from .streaming_ring import SLACK_TOKENS
 
 VICTIMS = 1024                                              # length of the eviction queue, at least
 
@@ -35,7 +35,7 @@ def decode_policy(config: PSAConfig) -> DecodePolicy:
         min_blocks=0 if floor_share else floor, floor_share=floor_share, top_share=share,
         top_least=config.least_cap, min_context=config.min_context,
         sink_blocks=config.sink_blocks, recent_blocks=config.recent_blocks,
-        reuse=config.reuse, reuse_refresh=config.reuse_refresh)
+        reuse=config.reuse, reuse_refresh=float(config.reuse_refresh))
 
 
 class StaticStep:
@@ -73,8 +73,8 @@ class StaticStep:
             if versions == self.known[layer.order]:
                 continue
             work = self._work(layer)
-            sizes = layer.batch, layer.heads, work.shape.group_pad, work.width
-            if self.policy.reuse > 1 and layer.kept.reserve(*sizes, layer.device):
+            sizes = layer.batch, layer.heads, layer.group, layer.key_dim, work.width
+            if self.policy.reuse > 1 and layer.kept.reserve(*sizes, layer.dtype, layer.device):
                 layer.version = next_version()
                 versions = (layer.version, layer.pool.version)
             self.known[layer.order] = versions
@@ -91,7 +91,7 @@ class StaticStep:
                 numbers[EXACT.value] = layer.exact.rows[1:].data_ptr()
             if self.policy.reuse > 1:
                 kept = layer.kept
-                numbers[KEPT.value], numbers[KEPT_LEFT.value] = kept.state.data_ptr(), kept.left_log2.data_ptr()
+                numbers[KEPT.value], numbers[KEPT_QUERY.value] = kept.state.data_ptr(), kept.query.data_ptr()
                 numbers[RANKED.value] = kept.ranked.data_ptr()
             if self.prefetch and layer.pool.tiered:
                 numbers[PLANNED_BEFORE.value], numbers[FORCED_BEFORE.value] = self._before(layer, work.shape)
@@ -195,7 +195,7 @@ class RingWork:
         ring, config = layer.ring, layer.config
         self.desc = torch.zeros(RING_FIELDS, dtype=torch.int64, device=layer.device)
         self.heads, self.model_heads = ring.head_index.clone(), ring.model_heads
-        self.tokens = ring.sink, ring.window, SLACK, config.min_context
+        self.tokens = ring.sink, ring.window, SLACK_TOKENS, config.min_context
         self.known = 0                                      # version of the ring that is described
 
     def describe(self, ring) -> None:

@@ -8,7 +8,6 @@ import torch
 
 from ..kernels import ops
 from ..selection.rounds import round_bounds
-from .kept import calibrated
 
 
 def sparse_step(layer, query, scaling: float, softcap: float, sinks):
@@ -29,14 +28,14 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
     candidates = (start - config.sink_blocks).clamp(min=0)
     total = (layer.lengths + P - 1) // P
     read, coverage = torch.zeros(B, H, dtype=torch.int64, device=layer.device), torch.ones_like(mass)
+    fresh = None                                            # [B, H] where the selection is this token's own; None: all
     if units:
         count, floor, limit = budget(config, layer.lengths, candidates, forced, total, units * store.unit_blocks)
         order, rest = ops.select(store.score(q, units, softcap), mass, config.sink_blocks, start, limit,
                                  config.group_reduction)
-        fresh, kept, always = None, layer.kept, mass
         if config.reuse > 1:
-            fresh = kept.due(start, H, layer.length, config.reuse)
-            order, count = kept.plan(fresh, order, count)
+            fresh = layer.kept.due(q, start, layer.length, config.reuse, config.reuse_refresh)
+            order, count = layer.kept.plan(fresh, order, count)
         output, mass, read, coverage = ops.attend(
             tiers, q, layer.table, order, rest, candidates, count, floor, output, mass, sink_logits,
             round_bounds(order.shape[-1], config.round_blocks, config.round_growth), config.policy,
@@ -44,15 +43,9 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
             config.stop_window, config.group_stop == "min", P, layer.value_dim, softcap, config.eviction,
             not store.digest.token_level, config.kv_bits, layer.dtype, None if fresh is None else ~fresh)
         if fresh is not None:
-            left = rest.gather(-1, read[..., None, None].expand(-1, -1, G, 1)).squeeze(-1)
-            if not store.digest.token_level:
-                left = calibrated(left, rest[..., 0], always, mass)
-            captured = mass if sink_logits is None else torch.logaddexp(mass, sink_logits.expand_as(mass))
-            by_kept = kept.watch(fresh, start, layer.length, read, left, captured, config.reuse_refresh,
-                                 config.group_stop == "min")
-            coverage = torch.where(fresh[..., None], coverage, by_kept)
+            layer.kept.keep(fresh, q, start, layer.length, read)
     true = _true_mass(layer, q, softcap) if config.verify else None
-    layer.stats.record(read + forced[:, None], total, mass, coverage, true, sink_logits)
+    layer.stats.record(read + forced[:, None], total, mass, coverage, true, sink_logits, fresh)
     if layer.pool.tiered:
         layer.pool.clock += 1.0 / layer.state.pool_layers
     if sink_logits is not None:

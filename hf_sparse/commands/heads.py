@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
                                   progress=None if args.quiet else Bar(), **chunk)
     except (FileNotFoundError, FloatingPointError, ValueError, NotImplementedError) as error:
         raise CommandError(str(error)) from error
-    streaming = profile.streaming(**choice)
+    streaming = profile.settings(**choice)["streaming_heads"]
     print(heads_table(profile, streaming))
     try:
         file = profile.save(out)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"the profile can't be written to {str(out)!r}: {error}") from error
     (name, value), = choice.items()
     print(f"\n{len(streaming)} of {profile.gates.numel()} heads (*) stream at {name} {value:g}. All gates written to {file}; "
-          f"use them with HeadProfile.load({str(file)!r}).streaming({name}={value:g})")
+          f"use them with patch_model(model, **HeadProfile.load({str(file)!r}).settings({name}={value:g}))")
     return 0
 
 

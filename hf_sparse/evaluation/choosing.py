@@ -17,7 +17,7 @@ from ..kernels.reference.select import select
 from ..kernels.reference.softmax import finite
 from ..selection.cut import OCTAVES, PLAN, STEPS
 from ..selection.rounds import round_bounds
-from .policies import Policy
+from .policies import TOKEN_LEVEL, Policy
 
 BIN = OCTAVES << 23 >> STEPS
 
@@ -108,7 +108,7 @@ def _by_rounds(policy, seen, candidates, count, floor, limit):
     stop = stops.expand(B, H, -1).to(torch.uint8).argmax(-1)                                                 # first of them
     read = ranked[:, None].expand(-1, H, -1).gather(-1, stop[..., None])                                     # [B, H, 1]
     chosen = torch.zeros(B, H, N, dtype=torch.bool, device=order.device).scatter(-1, order, rank < read)
-    if policy.digest in ("channel_codes", "key_bits", "oracle"):
+    if policy.digest in TOKEN_LEVEL:
         pick = read[:, :, None].expand(-1, -1, G, -1)
         captured, left = _with_sinks(gathered.gather(-1, pick)[..., 0], seen.sinks), rest.gather(-1, pick)[..., 0]
         return chosen, _coverage(captured, left)

@@ -7,9 +7,9 @@ NAME: "dense"; "psa" (VALUE: threshold, with no bounds on the number of blocks b
 exact masses; VALUE: threshold); "quest", "arkvale" and "lserve", fixed budgets with the digests and page sizes of these papers
 (VALUE: share of the blocks up to 1, or tokens).
 
-WORD: a digest ("channel_codes", "key_bits", "cuboid_mean", "min_max", "centroid", "pages", "oracle") or a stop rule
-("estimate", "window", "nleft", "paper", "true"), and "rounds" or "cut": whether the rule is checked between rounds of blocks,
-as the PyTorch reference does, or all blocks above a cut are read, as the kernels do.
+WORD: a digest ("channel_codes", "key_bits", "key_planes", "cuboid_mean", "min_max", "centroid", "pages", "oracle") or a stop
+rule ("estimate", "window", "nleft", "paper", "true"), and "rounds" or "cut": whether the rule is checked between rounds of
+blocks, as the PyTorch reference does, or all blocks above a cut are read, as the kernels do.
 
 FIELD: any field of PSAConfig that says how blocks are chosen, digested or stored (reuse=4, kv_bits=8,
 streaming_heads=LAYER:HEAD+LAYER:HEAD), and "streaming": the share of the KV heads that stream, those that need the whole context
@@ -25,6 +25,7 @@ import dataclasses
 import difflib
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,7 +37,7 @@ QUEST_TOKENS = 16                                           # Quest (arXiv 2406.
 SIMULATED_DIGESTS = ("oracle",)
 RULES = (*STOP_RULES, "true")
 READINGS = ("rounds", "cut")
-TOKEN_LEVEL = ("channel_codes", "key_bits", "oracle")
+TOKEN_LEVEL = ("channel_codes", "key_bits", "key_planes", "oracle")
 FIELDS = ("threshold", "policy", "digest", "key_bits", "logical_size", "stop_rule", "stop_window", "group_stop", "group_reduction",
           "block_size", "sink_blocks", "recent_blocks", "min_blocks", "max_blocks", "top_k", "top_p", "round_blocks", "round_growth",
           "dense_layers", "reuse", "reuse_refresh", "kv_bits", "streaming_heads", "streaming_sink", "streaming_window",
@@ -127,12 +128,15 @@ class Policy:
 class Profile(Protocol):
     """What knows which KV heads of a model need the whole context least."""
 
-    def streaming(self, *, sparsity: float) -> Sequence[tuple[int, int]]:
-        """(layer of the model, KV head) of this share of the KV heads."""
+    def settings(self, *, sparsity: float) -> dict:
+        """`streaming_heads`, (layer of the model, KV head) of this share of the KV heads; and `streaming_sink` and
+        `streaming_window` that they were chosen for, where that is known."""
 
 
 def with_heads(policies: Sequence[Policy], profile: Profile | None) -> list[Policy]:
     """Policies whose `streaming` share has become `streaming_heads`; the others as they are.
+
+    Sink and window stay the policy's. Where the profile was measured with others, a warning says so.
 
     Raises:
         ValueError: there is such a share and no profile, it is less than one head, or it doesn't go with the other settings.
@@ -143,15 +147,24 @@ def with_heads(policies: Sequence[Policy], profile: Profile | None) -> list[Poli
             if profile is None:
                 raise ValueError(f"policy {policy.name!r}: which heads stream is a matter of the model; give a profile of its heads "
                                  "(--heads FILE), or name them (streaming_heads=LAYER:HEAD+...)")
-            heads = tuple(profile.streaming(sparsity=policy.streaming))
+            sizes = profile.settings(sparsity=policy.streaming)
+            heads = tuple(sizes.pop("streaming_heads"))
             if not heads:
                 raise ValueError(f"policy {policy.name!r}: that share is less than one of the model's KV heads")
+            own = {name: getattr(policy.config, name) for name in sizes}
+            if own != sizes:
+                warnings.warn(f"policy {policy.name!r} has {_settings(own)}, but the profile's heads were measured with "
+                              f"{_settings(sizes)}: others may be better for it.", UserWarning, stacklevel=2)
             try:
                 policy = dataclasses.replace(policy, config=policy.config.replace(streaming_heads=heads))
             except ValueError as error:
                 raise ValueError(f"policy {policy.name!r}: {error}") from error
         out.append(policy)
     return out
+
+
+def _settings(values: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def parse_policies(text: str | Sequence[str], base: PSAConfig | None = None) -> list[Policy]:

@@ -20,11 +20,11 @@ from ..cache.handle import Pending
 from ..cache.layer import PSALayer
 from ..cache.psa_cache import PSACache
 from ..compat import CACHE_ARGUMENT
-from .choosing import Seen, candidate_blocks, choose
+from .choosing import Seen, choose
 from .decoding import DenseDecodeError, last_logits
 from .estimates import Estimator, LayerKeys, tail_start
 from .generated import FreeQuestion, cut
-from .policies import TOKEN_LEVEL, Policy
+from .policies import Policy
 from .reuse import Reuse
 from .samples import Question
 from .stored import Stored
@@ -170,7 +170,7 @@ class SimulatedLayer:
         self.stored = Stored(policy, layer, self.streaming)
         self.counted: Callable[[int, int], Tensor] | None = None
         self.keys = self.values = None                      # the rows' own tokens, [R, H, A, D]
-        self.reuse = Reuse(policy.config, policy.digest in TOKEN_LEVEL) if policy.config.reuse > 1 else None
+        self.reuse = Reuse(policy.config) if policy.config.reuse > 1 else None
 
     def attend(self, query, pending: Pending, valid, mask, scaling: float, softcap: float, sinks, dense_step):
         """See `PSALayer.attend`: query [R, Hq, T, D] -> [R, Hq, T, Dv]."""
@@ -221,7 +221,7 @@ class SimulatedLayer:
         if self.dense:
             chosen, scanned = places.exists[:, None].expand(-1, H, -1), torch.zeros(B, H, dtype=torch.long, device=q.device)
         else:
-            chosen, coverage, scanned = self._choose(q, masses, places, softcap, sinks, new_keys, R)
+            chosen, coverage, scanned = self._choose(q, masses, places, softcap, sinks, new_keys)
         read = chosen.sum(-1)
         whole, packed = self.stored.block_bytes()
         kv_bytes = read * packed + (chosen & places.forced[:, None]).sum(-1) * (whole - packed)
@@ -265,7 +265,7 @@ class SimulatedLayer:
         near = (place < config.streaming_sink) | (place >= lengths[:, None] - config.streaming_window)
         return near & (place < lengths[:, None])
 
-    def _choose(self, q, masses, places: Places, softcap, sinks, new_keys, R: int):
+    def _choose(self, q, masses, places: Places, softcap, sinks, new_keys):
         """Blocks that are attended to [B, H, N], estimated coverage [B, H, G], tokens whose digests were read [B, H]."""
         estimator, forced, H = self.estimator, places.forced, masses.shape[1]
         forced_mass = torch.where(forced[:, None, None], masses, -math.inf).logsumexp(-1)
@@ -277,9 +277,7 @@ class SimulatedLayer:
         seen = Seen(estimate, masses[..., :ranked], forced_mass, sinks, places.lengths, places.start, forced.sum(1), places.total)
         chosen, coverage = choose(self.policy, seen)
         if self.reuse is not None:
-            always = forced_mass if sinks is None else torch.logaddexp(forced_mass, sinks)
-            ranked_by = torch.where(candidate_blocks(self.policy, seen), estimate, -math.inf)
-            chosen, fresh = self.reuse(chosen, places.start, seen.masses, always, ranked_by, R)
+            chosen, fresh = self.reuse(chosen, places.start, q)
             scanned = scanned * fresh
         chosen = torch.nn.functional.pad(chosen, (0, masses.shape[-1] - ranked))
         return chosen | forced[:, None], coverage, scanned

@@ -57,13 +57,19 @@ class HeadProfile:
         object.__setattr__(self, "layers", layers)
         object.__setattr__(self, "about", dict(self.about))
 
-    def streaming(self, *, sparsity: float | None = None, threshold: float | None = None) -> tuple[tuple[int, int], ...]:
-        """The heads that may stream, as (layer in the model, KV head), ascending.
+    def settings(self, *, sparsity: float | None = None, threshold: float | None = None) -> dict:
+        """What a PSAConfig needs for the heads that may stream: `patch_model(model, **profile.settings(sparsity=0.5))`.
+
+        Gates hold for the sink and window that they were measured with, so these come along.
 
         Args:
             sparsity: share of all heads, in [0, 1]: the `round(sparsity * heads)` with the lowest gates. Of equal gates, those
                 of lower layers and heads come first.
             threshold: in [0, 1]: every head whose gate is below it. Exactly one of the two is given.
+
+        Returns:
+            `streaming_heads`, as (layer in the model, KV head), ascending; `streaming_sink` and `streaming_window`, as far as
+            `about` knows them.
 
         Raises:
             TypeError: none or both are given. ValueError: not in [0, 1].
@@ -79,7 +85,9 @@ class HeadProfile:
         else:
             chosen = (gates.double() < threshold).nonzero().squeeze(1)
         heads = self.gates.shape[1]
-        return tuple((self.layers[place // heads], place % heads) for place in sorted(chosen.tolist()))
+        pairs = tuple((self.layers[place // heads], place % heads) for place in sorted(chosen.tolist()))
+        sizes = {f"streaming_{name}": self.about[name] for name in ("sink", "window") if name in self.about}
+        return {"streaming_heads": pairs, **sizes}
 
     def check(self, model_config) -> None:
         """Raise unless the profile fits a model.

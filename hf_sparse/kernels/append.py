@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from . import descriptor as d
-from .location import forced_base, forced_offset, host_offset, ring_offset
+from .location import exact_offset, forced_base, forced_offset, host_offset
 from .online_softmax import add_tile
 from .quantise import fp16_range, quantise_block, round_even
 from .residency import admit, settle
@@ -14,7 +14,7 @@ from .residency import admit, settle
 @triton.jit
 def _encode_part(desc, kv, row, centre, order, unit, out, minimum, scale, first, R: tl.constexpr, BITS: tl.constexpr,
                  element, to_host, P: tl.constexpr, D: tl.constexpr, U: tl.constexpr, SINK: tl.constexpr,
-                 E: tl.constexpr, RING: tl.constexpr, KV_BITS: tl.constexpr, TIERED: tl.constexpr):
+                 E: tl.constexpr, NEWEST: tl.constexpr, KV_BITS: tl.constexpr, TIERED: tl.constexpr):
     """Codes of channels order[first : first + R] of one unit (digests/channel_codes.py says how), a few at a time: one
     program in 128 steps comes here, and must not cost the others their registers."""
     FIELDS: tl.constexpr = 8 // BITS
@@ -31,7 +31,7 @@ def _encode_part(desc, kv, row, centre, order, unit, out, minimum, scale, first,
         high = tl.full([TILE], float("-inf"), tl.float32)
         for f in range(FIELDS):
             token = unit * U + f * ROWS + j
-            block = forced_offset(desc, row, token // P, token >= 0, element, to_host, E, SINK, RING, KV_BITS, TIERED)
+            block = forced_offset(desc, row, token // P, token >= 0, element, to_host, E, SINK, NEWEST, KV_BITS, TIERED)
             at = block[:, None] + (token % P)[:, None] * D + channel[None, :]
             k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
             kept = (token >= SINK * P)[:, None] & inside[None, :]
@@ -47,7 +47,7 @@ def _encode_part(desc, kv, row, centre, order, unit, out, minimum, scale, first,
         packed = tl.zeros([ROWS, TILE], tl.int32)
         for f in range(FIELDS):
             token = unit * U + f * ROWS + j
-            block = forced_offset(desc, row, token // P, token >= 0, element, to_host, E, SINK, RING, KV_BITS, TIERED)
+            block = forced_offset(desc, row, token // P, token >= 0, element, to_host, E, SINK, NEWEST, KV_BITS, TIERED)
             at = block[:, None] + (token % P)[:, None] * D + channel[None, :]
             k = tl.load(kv + at, mask=inside[None, :], other=0.0).to(tl.float32) - mid[None, :]
             code = tl.minimum(tl.maximum(round_even((k - start[None, :]) * inverse[None, :]), 0.0), levels * 1.0).to(tl.int32)
@@ -82,13 +82,13 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
            RECENT: tl.constexpr, TAIL: tl.constexpr, R4: tl.constexpr, R2: tl.constexpr, PAGES: tl.constexpr,
            PIECES: tl.constexpr,
            FT: tl.constexpr, TT: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, KV_BITS: tl.constexpr,
-           RING: tl.constexpr, TIERED: tl.constexpr, POLICY: tl.constexpr, BYTES: tl.constexpr, WORD: tl.constexpr,
+           NEWEST: tl.constexpr, TIERED: tl.constexpr, POLICY: tl.constexpr, BYTES: tl.constexpr, WORD: tl.constexpr,
            COPY: tl.constexpr, LEAVING: tl.constexpr):
     """One piece, FT tokens, of the always-read blocks of a row and KV head (sink, then tail).
 
     Q [B, Hq, D], K [B, H, D], V [B, H, DV] with strides; OF [B, H, PIECES, GP, DVP], MF [B, H, PIECES, GP]: output and
     log2 mass of the piece. `scale` includes log2(e). TIERED: with a host tier, `residency.py` has the other arguments.
-    KV_BITS: below 16, closed blocks are quantised; this reads and writes the ring of exact copies, of RING blocks beside the
+    KV_BITS: below 16, closed blocks are quantised; this reads and writes the exact copies, of NEWEST blocks beside the
     sink, and packs the block that the token closes.
     """
     b, h = pid // H, d.model_head(desc, pid % H, MAPPED)
@@ -97,7 +97,7 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
     length = tl.load(lengths + b)
     row = d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS)
     E: tl.constexpr = P * (D + DV)
-    kv = forced_base(desc, pid, TYPE, E, SINK, RING, KV_BITS)
+    kv = forced_base(desc, pid, TYPE, E, SINK, NEWEST, KV_BITS)
     element = tl.multiple_of(tl.load(desc + d.ELEMENTS), 16)
     to_host = host_offset(desc, TYPE, TIERED)
     new = length + 1
@@ -113,7 +113,7 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
         slot = slot * element
         packed = slot
         if KV_BITS < 16:
-            slot = ring_offset(column, E, SINK, RING)
+            slot = exact_offset(column, E, SINK, NEWEST)
         inside = length % P
         tl.store(kv + slot + inside * D + rd, tl.load(K + b * k_b + h * k_h + rd, mask=rd < D, other=0.0), mask=rd < D)
         tl.store(kv + slot + P * D + inside * DV + rv, tl.load(V + b * v_b + h * v_h + rv, mask=rv < DV, other=0.0),
@@ -134,9 +134,9 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
             high = d.address(desc, d.HIGH, tl.uint8) + at * (U // 2 * R4)
             low = d.address(desc, d.LOW, tl.uint8) + at * (U // 4 * R2)
             _encode_part(desc, kv, row, centre, order, unit, high, minimum, steps, 0, R4, 4, element, to_host, P, D, U, SINK,
-                         E, RING, KV_BITS, TIERED)
+                         E, NEWEST, KV_BITS, TIERED)
             _encode_part(desc, kv, row, centre, order, unit, low, minimum, steps, R4, R2, 2, element, to_host, P, D, U, SINK,
-                         E, RING, KV_BITS, TIERED)
+                         E, NEWEST, KV_BITS, TIERED)
         if KV_BITS < 16:
             if new % P == 0:
                 quantise_block(kv + slot, d.address(desc, d.KV, tl.uint8) + packed, P, D, DV, DVP, KV_BITS)
@@ -157,7 +157,7 @@ def append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, 
         block = tl.where(i < SINK, i, start + i - SINK)
         token = block * P + at % P
         seen = (token < new) & ((i < SINK) | (block >= SINK)) & (i < SINK + TAIL)
-        slot = forced_offset(desc, row, block, seen, element, to_host, E, SINK, RING, KV_BITS, TIERED)
+        slot = forced_offset(desc, row, block, seen, element, to_host, E, SINK, NEWEST, KV_BITS, TIERED)
         k = tl.load(kv + (slot + at % P * D)[None, :] + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
         v = tl.load(kv + (slot + P * D + at % P * DV)[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :],
                     other=0.0)

@@ -15,7 +15,7 @@ from .location import block_offset, host_offset
 from .online_softmax import add_tile
 from .overlap import let_next_start, wait_for_previous
 from .residency import await_blocks
-from .reuse import grow_old
+from .reuse import give_up, selects_anew
 
 
 @triton.jit
@@ -57,8 +57,10 @@ def attend_stored(desc, kv, row, ranked, element, qq, scale, softcap, first, las
         attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks * P, part, part_mass, GP, RQ, D,
                       DP, DV, DVP, P, TT, TYPE, CAP, TIERED)
     else:
+        # Dots of fp32 are plain code, and a lot of it.
+        AT_ONCE: tl.constexpr = 1 if TYPE == tl.float32 else max(1, TT // P)
         attend_packed(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks, part, part_mass, GP, RQ, D, DP,
-                      DV, DVP, P, TYPE, CAP, KV_BITS, PTX, TIERED)
+                      DV, DVP, P, AT_ONCE, TYPE, CAP, KV_BITS, PTX, TIERED)
 
 
 @triton.jit
@@ -168,7 +170,7 @@ def sink_logits(SINK_LOGITS, h, G: tl.constexpr, GP: tl.constexpr, SINKS: tl.con
 
 
 @triton.jit
-def merge_kernel(desc, OF, MF, TOT, INFO, MASS, SINK_LOGITS, OUT, threshold, drop, H: tl.constexpr, HM: tl.constexpr,
+def merge_kernel(desc, OF, MF, TOT, INFO, MASS, SINK_LOGITS, OUT, threshold, H: tl.constexpr, HM: tl.constexpr,
                  MAPPED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
                  CB: tl.constexpr, CT: tl.constexpr, TYPE: tl.constexpr, SINKS: tl.constexpr, VERIFY: tl.constexpr,
                  GROUP_MIN: tl.constexpr, PIECES: tl.constexpr, FP: tl.constexpr, BOXES: tl.constexpr, REUSE: tl.constexpr,
@@ -177,7 +179,8 @@ def merge_kernel(desc, OF, MF, TOT, INFO, MASS, SINK_LOGITS, OUT, threshold, dro
 
     OUT [B, HM * G, DV]: of the model's HM KV heads. VERIFY: the threshold holds for the mass really gathered; INFO says where
     it does not yet, and MASS [B, H, GP] what was gathered (log2). BOXES: estimates only rank, so unread blocks are taken to
-    hold as much of theirs as those read did. REUSE: tokens that share a selection, `drop` how far its coverage may fall.
+    hold as much of theirs as those read did. REUSE: tokens that share a selection; estimates are known to
+    those that select.
     """
     let_next_start(OVERLAP)
     pid, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -220,27 +223,22 @@ def merge_kernel(desc, OF, MF, TOT, INFO, MASS, SINK_LOGITS, OUT, threshold, dro
         if BOXES:
             ranked = tl.maximum(1.0 - tl.exp2(first - mass), 0.0) * tl.exp2(mass - seen)
             over_gathered = tl.where(known > 0, left * ranked / tl.where(known > 0, known, 1.0), over_gathered)
-        if REUSE > 1:
-            fresh = tl.load(info + 7) != 0
-            kept_left = d.address(desc, d.KEPT_LEFT, tl.float32) + pid * GP + rg
-            before = tl.load(kept_left)
-            over_gathered = tl.where(fresh, over_gathered, tl.exp2(tl.minimum(before - seen, 100.0)))
-            tl.store(kept_left, tl.where(fresh, tl.log2(tl.maximum(over_gathered, 1e-30)) + seen, before))
-        more = planned < 0
+        more, fresh = planned < 0, planned >= 0
         if VERIFY:
             more = (mean_coverage(over_gathered, live, G, GROUP_MIN) < threshold) & (planned < count)
             tl.store(MASS + pid * GP + rg, mass)
         tl.store(info + 5, more.to(tl.int32))
         if REUSE > 1:
-            # What is read on is in no list of the planned blocks, and the estimates that it goes by are this token's.
-            grow_old(desc, pid, fresh, mean_coverage(over_gathered, live, G, GROUP_MIN), more, drop, REUSE)
+            fresh = selects_anew(desc, pid)
+            give_up(desc, pid, more)
         # Statistics, and the row's new length: the next to read it is the next step.
         covered = mean_coverage(over_gathered, live, G, False)
         counters = d.address(desc, d.COUNTERS, tl.float64)
         tl.atomic_add(counters, (forced + planned).to(tl.float64))
         tl.atomic_add(counters + 1, (forced + candidates).to(tl.float64))
-        tl.atomic_add(counters + 2, tl.where(more, 0.0, covered).to(tl.float64))
+        tl.atomic_add(counters + 2, tl.where(fresh & (more == 0), covered, 0.0).to(tl.float64))
         tl.atomic_add(counters + 3, 1.0)
+        tl.atomic_add(counters + 4, fresh.to(tl.float64))
         captured = d.address(desc, d.CAPTURED, tl.float32)
         tl.store(captured + pid * GP + rg, mass * 0.6931471805599453)
         if h == 0:

@@ -63,12 +63,12 @@ def _plain_codes(x, BITS: tl.constexpr):
 
 @triton.jit
 def _keys(x, step, minimum, BITS: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr):
-    """Bytes [DP, rows], step and minimum fp16 [DP] -> keys of type DOT [DP, rows], of low and high codes."""
+    """Bytes [N, rows, DP], step and minimum fp16 [N, DP] -> keys of type DOT [N, rows, DP], of low and high codes."""
     if PTX and DOT == tl.float16:
-        return _half_values(x, tl.broadcast_to(step[:, None], x.shape), tl.broadcast_to(minimum[:, None], x.shape), BITS)
+        return _half_values(x, tl.broadcast_to(step[:, None, :], x.shape), tl.broadcast_to(minimum[:, None, :], x.shape), BITS)
     else:
         low, high = _plain_codes(x, BITS)
-        step, minimum = step.to(tl.float32)[:, None], minimum.to(tl.float32)[:, None]
+        step, minimum = step.to(tl.float32)[:, None, :], minimum.to(tl.float32)[:, None, :]
         return (minimum + step * low).to(DOT), (minimum + step * high).to(DOT)
 
 
@@ -83,80 +83,82 @@ def _value_codes(x, BITS: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _logits(q, k, scale, softcap, CAP: tl.constexpr):
-    s = tl.dot(q, k, input_precision="ieee") * scale
+def _logits(q, k, seen, scale, softcap, CAP: tl.constexpr):
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if CAP:
         s = softcap_log2(s, softcap)
-    return s
-
-
-@triton.jit
-def _weighted(p, minimum, step, codes, DOT: tl.constexpr):
-    """Sum of values [n, DVP] weighted by p [RQ, n]; minimum and step fp16 [n]."""
-    # Steps relative to the largest, so that fp16 loses none of a small one's.
-    step = step.to(tl.float32)
-    unit = tl.max(step, 0)
-    relative = p * (step / tl.where(unit > 0, unit, 1.0))[None, :]
-    least = tl.sum(p * minimum.to(tl.float32)[None, :], 1)
-    return tl.dot(relative.to(DOT), codes, input_precision="ieee") * unit + least[:, None]
+    return tl.where(seen[None, :], s, float("-inf"))
 
 
 @triton.jit
 def attend_packed(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks, part, part_mass,
                   GP: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-                  DVP: tl.constexpr, P: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, BITS: tl.constexpr,
-                  PTX: tl.constexpr, TIERED: tl.constexpr):
+                  DVP: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr,
+                  BITS: tl.constexpr, PTX: tl.constexpr, TIERED: tl.constexpr):
     """Attention over entries first.. below `last` of the list, at most `blocks`, into `part` [GP, DVP] and `part_mass` [GP].
 
-    kv: the pool's bytes. element: bytes of a block. TYPE: of the model.
+    kv: the pool's bytes. element: bytes of a block. NB: blocks at once. TYPE: of the model.
     """
     ROWS: tl.constexpr = P * BITS // 8
     DOT: tl.constexpr = tl.float32 if TYPE == tl.float32 else tl.float16
-    # The low and the high codes of 4 bits are two tiles, unless they are too small for the tensor core.
-    HALVES: tl.constexpr = BITS == 4 and ROWS >= 16
-    TOKENS: tl.constexpr = ROWS if HALVES else P
-    rd, rv, rp = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, TOKENS)
-    rt, rq = tl.arange(0, ROWS), tl.arange(0, RQ)
+    rd, rv, rb = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, NB)
+    rr, rq = tl.arange(0, NB * ROWS), tl.arange(0, RQ)
     # Of bf16 queries beyond what fp16 holds only the sign would count, and there are none.
     qh = tl.minimum(tl.maximum(qq.to(tl.float32), -65504.0), 65504.0).to(DOT)
     top = tl.full([RQ], float("-inf"), tl.float32)
     weight = tl.zeros([RQ], tl.float32)
     acc = tl.zeros([RQ, DVP], tl.float32)
     to_host = host_offset(desc, tl.uint8, TIERED)
-    for i in range(0, tl.minimum(last - first, blocks)):
-        block = tl.load(row + tl.load(ranked + first + i))
-        block = block_offset(desc, block, block >= 0, element, to_host, False, TIERED)
-        at = tl.multiple_of(kv + block, 16)
-        ranges = (at + ROWS * (D + DV)).to(tl.pointer_type(tl.float16), bitcast=True)
-        k = tl.load(at + rt[None, :] * D + rd[:, None], mask=(rd < D)[:, None], other=0)
-        v = tl.load(at + ROWS * D + rt[:, None] * DV + rv[None, :], mask=(rv < DV)[None, :], other=0)
-        k_least = tl.load(ranges + rd, mask=rd < D, other=0.0)
-        k_step = tl.load(ranges + D + rd, mask=rd < D, other=0.0)
-        v_ranges = ranges + 2 * D + rp
-        v_least, v_step = tl.load(v_ranges), tl.load(v_ranges + P)
-        low, high = _keys(k, k_step, k_least, BITS, DOT, PTX)
-        first_codes, second_codes = _value_codes(v, BITS, DOT, PTX)
-        if HALVES:
-            s, t = _logits(qh, low, scale, softcap, CAP), _logits(qh, high, scale, softcap, CAP)
-            peak = tl.maximum(top, tl.maximum(tl.max(s, 1), tl.max(t, 1)))
-            p, r = tl.exp2(s - peak[:, None]), tl.exp2(t - peak[:, None])
-            total = tl.sum(p, 1) + tl.sum(r, 1)
-            own = _weighted(p, v_least, v_step, first_codes, DOT)
-            own += _weighted(r, tl.load(v_ranges + ROWS), tl.load(v_ranges + P + ROWS), second_codes, DOT)
+    for low in range(0, blocks, NB):
+        at, seen = _start(desc, kv, row, ranked, element, to_host, first + low + rr // ROWS, last, TIERED)
+        at_b, seen_b = _start(desc, kv, row, ranked, element, to_host, first + low + rb, last, TIERED)
+        k = tl.load((at + rr % ROWS * D)[:, None] + rd[None, :], mask=seen[:, None] & (rd < D)[None, :], other=0)
+        v = tl.load((at + (ROWS * D + rr % ROWS * DV))[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :], other=0)
+        k_ranges = (at_b + ROWS * (D + DV)).to(tl.pointer_type(tl.float16), bitcast=True)[:, None] + rd[None, :]
+        k_seen = seen_b[:, None] & (rd < D)[None, :]
+        k_least, k_step = tl.load(k_ranges, mask=k_seen, other=0.0), tl.load(k_ranges + D, mask=k_seen, other=0.0)
+        v_ranges = (at + ROWS * (D + DV)).to(tl.pointer_type(tl.float16), bitcast=True) + 2 * D + rr % ROWS
+        v_least = tl.load(v_ranges, mask=seen, other=0.0).to(tl.float32)
+        v_step = tl.load(v_ranges + P, mask=seen, other=0.0).to(tl.float32)
+
+        k_1, k_2 = _keys(tl.reshape(k, [NB, ROWS, DP]), k_step, k_least, BITS, DOT, PTX)
+        v_1, v_2 = _value_codes(v, BITS, DOT, PTX)
+        s = _logits(qh, tl.reshape(k_1, [NB * ROWS, DP]), seen, scale, softcap, CAP)
+        if BITS == 4:                                       # tokens of the high codes
+            t = _logits(qh, tl.reshape(k_2, [NB * ROWS, DP]), seen, scale, softcap, CAP)
+            peak = tl.maximum(top, tl.max(tl.maximum(s, t), 1))
         else:
-            if BITS == 4:
-                low = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [DP, P])
-                first_codes = tl.reshape(tl.permute(tl.join(first_codes, second_codes), (2, 0, 1)), [P, DVP])
-            s = _logits(qh, low, scale, softcap, CAP)
             peak = tl.maximum(top, tl.max(s, 1))
-            p = tl.exp2(s - peak[:, None])
-            total = tl.sum(p, 1)
-            own = _weighted(p, v_least, v_step, first_codes, DOT)
-        fade = tl.exp2(top - peak)
-        acc = acc * fade[:, None] + own
-        weight = weight * fade + total
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        fade = tl.exp2(top - base)
+        p = tl.exp2(s - base[:, None])
+        sums, least = p, p * v_least[None, :]
+        # Steps relative to the largest, so that fp16 loses none of a small one's.
+        if BITS == 4:
+            r = tl.exp2(t - base[:, None])
+            w_least = tl.load(v_ranges + ROWS, mask=seen, other=0.0).to(tl.float32)
+            w_step = tl.load(v_ranges + P + ROWS, mask=seen, other=0.0).to(tl.float32)
+            sums, least = sums + r, least + r * w_least[None, :]
+            unit = tl.max(tl.maximum(v_step, w_step), 0)
+            each = 1.0 / tl.where(unit > 0, unit, 1.0)
+            own = tl.dot((r * (w_step * each)[None, :]).to(DOT), v_2, input_precision="ieee")
+            own = tl.dot((p * (v_step * each)[None, :]).to(DOT), v_1, own, input_precision="ieee")
+        else:
+            unit = tl.max(v_step, 0)
+            each = 1.0 / tl.where(unit > 0, unit, 1.0)
+            own = tl.dot((p * (v_step * each)[None, :]).to(DOT), v_1, input_precision="ieee")
+        acc = acc * fade[:, None] + (own * unit + tl.sum(least, 1)[:, None])
+        weight = weight * fade + tl.sum(sums, 1)
         top = peak
     keep = rq < GP
     whole = tl.where(weight > 0, weight, 1.0)
     tl.store(part + rq[:, None] * DVP + rv[None, :], acc / whole[:, None], mask=keep[:, None])
     tl.store(part_mass + rq, tl.where(weight > 0, top + tl.log2(whole), float("-inf")), mask=keep)
+
+
+@triton.jit
+def _start(desc, kv, row, ranked, element, to_host, n, last, TIERED: tl.constexpr):
+    """Where the packed blocks of entries n of the list start, and which entries are below `last`."""
+    seen = n < last
+    block = tl.load(row + tl.load(ranked + n, mask=seen, other=0), mask=seen, other=0)
+    return kv + tl.multiple_of(block_offset(desc, block, seen, element, to_host, False, TIERED), 16), seen

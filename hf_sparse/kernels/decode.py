@@ -13,7 +13,7 @@ from .attend import attend_kernel, merge_kernel
 from .descriptor import FIELDS
 from .extend import extend_kernel
 from .rank import rank_kernel
-from .reference.ring import SLACK
+from .reference.exact_blocks import SLACK_BLOCKS
 from .score import HEADS
 from .select import select_kernel
 from .tiering import RESIDENT_RANK, RESIDENT_SELECT, Tier
@@ -68,15 +68,15 @@ class DecodePolicy:
     sink_blocks: int
     recent_blocks: int
     reuse: int = 1                                          # tokens that share a selection
-    reuse_refresh: float = 0.0
+    reuse_refresh: float = 0.0                              # cosine of queries below which they don't
 
     def tail_blocks(self, unit_blocks: int) -> int:
         """Most blocks that the always-read tail can have."""
         return max(self.recent_blocks + 1, unit_blocks)
 
-    def ring_blocks(self, unit_blocks: int) -> int:
+    def newest_blocks(self, unit_blocks: int) -> int:
         """Blocks that exact copies of the tail take turns in, where closed blocks are quantised."""
-        return self.tail_blocks(unit_blocks) + SLACK
+        return self.tail_blocks(unit_blocks) + SLACK_BLOCKS
 
     def pieces(self, block_size: int, unit_blocks: int) -> int:
         """Programs that share the always-read blocks of a row and KV head."""
@@ -139,9 +139,9 @@ class Tuning:
     select_warps: int = 8
     reading: Reading = Reading(chunk_blocks=4, tile=128, warps=4, waves=3)          # few rows: all loads of a chunk at once
     reading_many: Reading = Reading(chunk_blocks=2, tile=32, warps=2, waves=12)     # from MANY_ROWS on: small programs
-    reading_packed: Reading = Reading(chunk_blocks=2, tile=0, warps=1, waves=16)        # a quantised block at a time
-    reading_packed_many: Reading = Reading(chunk_blocks=4, tile=0, warps=1, waves=16)
-    packed_registers: int | None = 168                      # for 16-bit types: what it takes without spilling
+    reading_packed: Reading = Reading(chunk_blocks=2, tile=64, warps=2, waves=16)           # of blocks quantised to 4 bits
+    reading_packed_many: Reading = Reading(chunk_blocks=4, tile=128, warps=2, waves=4)
+    packed_registers: int | None = None
     merge_tile: int = 32            # chunks merged at once
     merge_warps: int = 4
     extend_programs: int = 32       # of a row and KV head, at most
@@ -151,7 +151,6 @@ class Tuning:
 
 
 TUNING = Tuning()
-PACKED_TILE = 2048                                          # codes of a quantised block that one warp has registers for
 MANY_ROWS = 32                                              # rows times KV heads
 
 
@@ -160,8 +159,7 @@ def reading(rows: int, shape: DecodeShape) -> Reading:
     if shape.kv_bits == 16:
         return TUNING.reading_many if many else TUNING.reading
     how = TUNING.reading_packed_many if many else TUNING.reading_packed
-    tile = shape.block_size * triton.next_power_of_2(max(shape.key_dim, shape.value_dim))
-    return replace(how, warps=max(how.warps, tile // PACKED_TILE))
+    return how if shape.kv_bits == 4 else replace(how, tile=how.tile // 2)      # as many bytes at once
 
 
 def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key: torch.Tensor,
@@ -201,19 +199,19 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     stripes = max(1, per_row(tune.score_waves) // tiles - pieces) if on_gpu else 2
     rank_kernel[(rows, pieces + stripes, tiles)](
         desc, query, key, value, work.forced, work.forced_mass, query.stride(0), query.stride(1), key.stride(0),
-        key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, **common, **heads, D=D, DP=DP, DV=DV,
-        DVP=DVP, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=policy.tail_blocks(UB), R4=R4, R2=R2,
-        PAGES=shape.pages, TB=max(1, tune.page_tile // max(shape.pages, 1)), REUSE=policy.reuse, PIECES=pieces,
+        key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, policy.reuse_refresh, **common, **heads, D=D,
+        DP=DP, DV=DV, DVP=DVP, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=policy.tail_blocks(UB),
+        R4=R4, R2=R2, PAGES=shape.pages, TB=max(1, tune.page_tile // max(shape.pages, 1)), REUSE=policy.reuse, PIECES=pieces,
         FT=max(P, PIECE), TT=16, TYPE=TYPES[shape.dtype], PTX=on_gpu, CAP=cap,
-        KV_BITS=shape.kv_bits, RING=policy.ring_blocks(UB), OVERLAP=overlap,
+        KV_BITS=shape.kv_bits, NEWEST=policy.newest_blocks(UB), OVERLAP=overlap,
         **(RESIDENT_RANK if tier is None else tier.rank_constants(policy.tail_blocks(UB))),
         num_warps=1, num_stages=1, **({"maxnreg": tune.rank_registers} if tune.rank_registers and on_gpu else {}))
     need = policy.threshold if policy.by_estimate else policy.threshold + PLAN * (1.0 - policy.threshold)
     search = lambda tile: dict(TILE=tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS)  # noqa: E731
     select_kernel[(rows,)](
-        desc, work.forced_mass, work.total, work.info, need, policy.max_blocks, policy.min_blocks, policy.min_context,
-        policy.floor_share, policy.top_share, policy.top_least, **common, P=P, UB=UB, SINK=policy.sink_blocks,
-        RECENT=policy.recent_blocks, PIECES=pieces,
+        desc, query, work.forced_mass, work.total, work.info, query.stride(0), query.stride(1), need, policy.max_blocks,
+        policy.min_blocks, policy.min_context, policy.floor_share, policy.top_share, policy.top_least, **common, **heads, D=D,
+        DP=DP, P=P, UB=UB, TYPE=TYPES[shape.dtype], SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces,
         FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min, **search(tune.select_tile),
         **(RESIDENT_SELECT if tier is None else tier.select_constants()), AHEAD=False, REUSE=policy.reuse, **start,
         num_warps=tune.select_warps, num_stages=1)
@@ -234,8 +232,8 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
         **({"maxnreg": tune.packed_registers} if tune.packed_registers and on_gpu and shape.kv_bits < 16 and
            shape.dtype.itemsize == 2 else {}))
     merge_kernel[(rows, G)](
-        desc, work.forced, work.forced_mass, work.total, work.info, work.mass, sinks, out, policy.threshold, policy.reuse_refresh,
-        **common, **whole, DV=DV, DVP=DVP, CB=CB, CT=tune.merge_tile, TYPE=TYPES[shape.dtype], SINKS=sinks_given, VERIFY=verify,
+        desc, work.forced, work.forced_mass, work.total, work.info, work.mass, sinks, out, policy.threshold, **common, **whole,
+        DV=DV, DVP=DVP, CB=CB, CT=tune.merge_tile, TYPE=TYPES[shape.dtype], SINKS=sinks_given, VERIFY=verify,
         GROUP_MIN=policy.group_min, PIECES=pieces, FP=triton.next_power_of_2(pieces), BOXES=shape.pages > 0,
         REUSE=policy.reuse, **start, num_warps=tune.merge_warps, num_stages=1)
     if verify:

@@ -19,7 +19,7 @@ MINIMUM = tl.constexpr(5)           # fp16 [B, H, units, R4 + R2]
 SCALE = tl.constexpr(6)             # fp16 [B, H, units, R4 + R2]
 CENTRE = tl.constexpr(7)            # fp32 [B, H, D]
 ORDER = tl.constexpr(8)             # int16 [B, H, D]
-COUNTERS = tl.constexpr(9)          # fp64 [4]: blocks read, blocks held, coverage, steps
+COUNTERS = tl.constexpr(9)          # fp64 [5]: blocks read, blocks held, coverage, steps, selections (cache/stats.py)
 ESTIMATE = tl.constexpr(10)         # fp32 [B, H, GP, W] estimated log2 mass of every block
 SHARE = tl.constexpr(11)            # fp32 [B, H, W] the group's mean share of every block
 RANKED = tl.constexpr(12)           # int64 [B, H, W] blocks planned, then those in reserve
@@ -51,7 +51,7 @@ VICTIMS = tl.constexpr(36)          # V
 HEADS = tl.constexpr(37)            # int32 [H] KV heads of the model that these are, where others stream (kernels/streaming.py)
 # With reuse above 1 (reuse.py), where RANKED is the layer's own:
 KEPT = tl.constexpr(38)             # int32 [B, H, 8] what is known of the selection that is kept
-KEPT_LEFT = tl.constexpr(39)        # fp32 [B, H, GP] log2 mass that it was estimated to leave unread
+KEPT_QUERY = tl.constexpr(39)       # [B, H, G, D] the query that it was selected for
 EXACT = tl.constexpr(45)            # [B, H, sink + ring, E] exact copies of the always-read blocks, where others are quantised
 # With prefetch=True, of the layer's last token (prefetch.py):
 PLANNED_BEFORE = tl.constexpr(46)   # int32 [B, H] blocks that it planned to read

@@ -1,5 +1,5 @@
 """Where a block's keys and values are: as an offset from the pool's first element, whichever tier holds them; or, of an
-always-read block where others are quantised, in the ring of exact copies (cache/exact_ring.py)."""
+always-read block where others are quantised, among the exact copies (cache/exact_blocks.py)."""
 from __future__ import annotations
 
 import triton
@@ -36,27 +36,27 @@ def block_offset(desc, block, seen, element, to_host, HELD: tl.constexpr, TIERED
 
 
 @triton.jit
-def forced_base(desc, pid, TYPE: tl.constexpr, E: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr, BITS: tl.constexpr):
-    """What offsets of always-read blocks are counted from: the pool, or a row and KV head's ring of RING blocks after the
-    first SINK, of E elements each."""
+def forced_base(desc, pid, TYPE: tl.constexpr, E: tl.constexpr, SINK: tl.constexpr, NEWEST: tl.constexpr, BITS: tl.constexpr):
+    """What offsets of always-read blocks are counted from: the pool, or a row and KV head's exact copies: its first
+    SINK blocks and NEWEST others, of E elements each."""
     if BITS < 16:
-        return d.address(desc, d.EXACT, TYPE) + pid * ((SINK + RING) * E)
+        return d.address(desc, d.EXACT, TYPE) + pid * ((SINK + NEWEST) * E)
     else:
         return d.address(desc, d.KV, TYPE)
 
 
 @triton.jit
-def ring_offset(column, E: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr):
-    """First elements of blocks [n] int64 in the ring of their row and KV head."""
+def exact_offset(column, E: tl.constexpr, SINK: tl.constexpr, NEWEST: tl.constexpr):
+    """First elements of blocks [n] int64 among the exact copies of their row and KV head."""
     n = column.to(tl.int32)
-    return tl.where(n < SINK, n, SINK + (n - SINK) % RING).to(tl.int64) * E
+    return tl.where(n < SINK, n, SINK + (n - SINK) % NEWEST).to(tl.int64) * E
 
 
 @triton.jit
-def forced_offset(desc, row, column, seen, element, to_host, E: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr,
+def forced_offset(desc, row, column, seen, element, to_host, E: tl.constexpr, SINK: tl.constexpr, NEWEST: tl.constexpr,
                   BITS: tl.constexpr, TIERED: tl.constexpr):
     """First elements of always-read blocks [n] of a row and KV head, from `forced_base`."""
     if BITS < 16:
-        return ring_offset(column, E, SINK, RING)
+        return exact_offset(column, E, SINK, NEWEST)
     else:
         return block_offset(desc, tl.load(row + column, mask=seen, other=0), seen, element, to_host, True, TIERED)

@@ -40,16 +40,30 @@ def _(tiers, table, lengths, keys, values, valid, block_size, sink_blocks, tail_
     return None
 
 
+@lru_cache(maxsize=None)
+def quantise_of(device: torch.device):
+    """The kernel that quantises blocks where it runs, or None."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        return None
+    try:
+        from .quantise import quantise_blocks
+        return quantise_blocks
+    except Exception:  # noqa: BLE001 - whatever is wrong with Triton, the reference still works
+        return None
+
+
 @custom_op("hf_sparse::append_packed", mutates_args=("tiers", "exact", "lengths"))
 def append_packed(tiers: list[Tensor], exact: Tensor, table: Tensor, lengths: Tensor, keys: Tensor, values: Tensor,
-                  valid: Tensor, block_size: int, sink_blocks: int, ring_blocks: int, tail_start: Tensor, eviction: str,
+                  valid: Tensor, block_size: int, sink_blocks: int, newest_blocks: int, tail_start: Tensor, eviction: str,
                   bits: int) -> None:
-    _append_packed.append_packed(tiers, exact, table, lengths, keys, values, valid, block_size, sink_blocks, ring_blocks,
-                                 tail_start, eviction, bits)
+    _append_packed.append_packed(tiers, exact, table, lengths, keys, values, valid, block_size, sink_blocks, newest_blocks,
+                                 tail_start, eviction, bits, quantise_of(keys.device))
 
 
 @append_packed.register_fake
-def _(tiers, exact, table, lengths, keys, values, valid, block_size, sink_blocks, ring_blocks, tail_start, eviction, bits):
+def _(tiers, exact, table, lengths, keys, values, valid, block_size, sink_blocks, newest_blocks, tail_start, eviction, bits):
     return None
 
 
@@ -154,16 +168,16 @@ def prefill_of(device: torch.device, head_dim: int):
 
 @custom_op("hf_sparse::prefill", mutates_args=("out",))
 def prefill(out: Tensor, query: Tensor, keys: Tensor, values: Tensor, heads: Tensor | None, dense: int, sink: int,
-            window: int, scaling: float, softcap: float, sinks: Tensor | None, lengths: Tensor | None) -> None:
+            window: int, scaling: float, softcap: float, sinks: Tensor | None) -> None:
     """Attention of the last Q of T tokens into `out` [B, Hq, Q, Dv], for the KV heads `heads` [n] int32 (None: all).
 
     The first `dense` of them see all keys up to the query, the others see the first `sink` and the last `window`. See
     `streaming_attention` in prefill.py for the rest.
     """
     attend = prefill_of(query.device, max(query.shape[3], values.shape[3]))
-    attend(out, query, keys, values, heads, dense, sink, window, scaling, softcap, sinks, lengths)
+    attend(out, query, keys, values, heads, dense, sink, window, scaling, softcap, sinks)
 
 
 @prefill.register_fake
-def _(out, query, keys, values, heads, dense, sink, window, scaling, softcap, sinks, lengths):
+def _(out, query, keys, values, heads, dense, sink, window, scaling, softcap, sinks):
     return None

@@ -58,8 +58,10 @@ def prefetch_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, sc
         CAP=softcap > 0, OVERLAP=overlap, num_warps=1, num_stages=1, **({"maxnreg": registers} if registers and on_gpu else {}))
     constants = {**tier.select_constants(), "REMEMBER": False}
     select_kernel[(rows,)](
-        desc, work.forced_mass, work.total, work.info, tune.over_fetch, 0, 0, policy.min_context, 0.0, 0.0, 0, H=H, G=G, GP=GP,
-        P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=1, FP=1, NEVER=True,
+        desc, query, work.forced_mass, work.total, work.info, query.stride(0), query.stride(1), tune.over_fetch, 0, 0,
+        policy.min_context, 0.0, 0.0, 0, H=H, MAPPED=shape.model_heads is not None, G=G, GP=GP, D=shape.key_dim,
+        DP=triton.next_power_of_2(shape.key_dim), P=P, UB=UB, TYPE=TYPES[shape.dtype], SINK=policy.sink_blocks,
+        RECENT=policy.recent_blocks, PIECES=1, FP=1, NEVER=True,
         LARGEST=policy.group_min, TILE=decode.TUNING.select_tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS, **constants,
         AHEAD=True, REUSE=1, **start, num_warps=decode.TUNING.select_warps, num_stages=1)
     tier.fetch(desc, ahead=max(1, tune.most_bytes // tier.block_bytes), **start)

@@ -14,9 +14,13 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from . import ops
 from .reference.dense import exact_attention
 
+# Queries at a time of PyTorch's attention where it holds a mask or all logits, and from how many on the kernel is faster than it.
+QUERY_CHUNK = 512
+MANY_QUERIES = 1024
+
 
 def streaming_attention(query, keys, values, heads: torch.Tensor | None, sink: int, window: int, scaling: float,
-                        softcap: float = 0.0, sinks=None, lengths=None, out: torch.Tensor | None = None) -> torch.Tensor:
+                        softcap: float = 0.0, sinks=None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Attention of streaming heads.
 
     Args:
@@ -24,8 +28,6 @@ def streaming_attention(query, keys, values, heads: torch.Tensor | None, sink: i
         heads: [n] int32, the streaming ones of the H KV heads, all different; None: all.
         sink, window: tokens.
         sinks: [Hq] logits that take part in the normalisation only, or None.
-        lengths: [B] int64 real tokens of each row, the rest being padding behind them, or None. No key of padding counts,
-            whatever it holds, and its queries give zeros.
         out: [B, Hq, Q, Dv], its last dimension contiguous, of which the query heads of `heads` are written; None: a new one,
             zero elsewhere.
 
@@ -43,12 +45,36 @@ def streaming_attention(query, keys, values, heads: torch.Tensor | None, sink: i
     elif out.shape != (*query.shape[:3], values.shape[3]) or out.stride(3) != 1:
         raise ValueError(f"out has shape {tuple(out.shape)} and strides {out.stride()}: it must be "
                          f"{(*query.shape[:3], values.shape[3])}, contiguous in the last dimension")
-    ops.prefill(out, query, keys, values, heads, 0, sink, window, scaling, softcap, sinks, lengths)
+    ops.prefill(out, query, keys, values, heads, 0, sink, window, scaling, softcap, sinks)
     return out
 
 
+def causal_attention(query, keys, values, scaling: float, softcap: float = 0.0, sinks=None) -> torch.Tensor:
+    """Attention of the last Q of T tokens, of heads that see everything before them, by what is fastest for it.
+
+    Args:
+        others: see `streaming_attention`.
+
+    Returns:
+        [B, Hq, Q, Dv]
+    """
+    count, past = query.shape[2], keys.shape[2] - query.shape[2]
+    if _kernel_is_faster(query, keys, values, bool(softcap) or sinks is not None):
+        out = _new_output(query, values)
+        ops.prefill(out, query, keys, values, None, keys.shape[1], 0, keys.shape[2], scaling, softcap, sinks)
+        return out
+    if not past:
+        return exact_attention(query, keys, values, None, scaling, softcap, sinks, causal=True)
+    outputs = []
+    for low in range(0, count, QUERY_CHUNK):
+        high = min(low + QUERY_CHUNK, count)
+        outputs.append(exact_attention(query[:, :, low:high], keys[:, :, :past + high], values[:, :, :past + high], None, scaling,
+                                       softcap, sinks, causal=True))
+    return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+
+
 def prefill_attention(query, keys, values, streaming: tuple[int, ...], sink: int, window: int, scaling: float,
-                      softcap: float = 0.0, sinks=None, lengths=None) -> torch.Tensor:
+                      softcap: float = 0.0, sinks=None) -> torch.Tensor:
     """Attention of all heads of a layer; dense heads go to scaled_dot_product_attention where that is faster.
 
     Args:
@@ -69,18 +95,18 @@ def prefill_attention(query, keys, values, streaming: tuple[int, ...], sink: int
     if keys.shape[2] <= sink + window:
         streaming = ()                                      # nothing is hidden from them
     dense = tuple(head for head in range(heads) if head not in streaming)
-    if softcap or sinks is not None or lengths is not None or not _suits_sdpa(query, keys, values):
+    if softcap or sinks is not None or not _suits_sdpa(query, keys, values):
         out = _new_output(query, values)
-        listed = _listed(dense + streaming, query.device)
-        ops.prefill(out, query, keys, values, listed, len(dense), sink, window, scaling, softcap, sinks, lengths)
+        listed = head_index(dense + streaming, query.device)
+        ops.prefill(out, query, keys, values, listed, len(dense), sink, window, scaling, softcap, sinks)
         return out
     if not streaming:
-        return exact_attention(query, keys, values, None, scaling, causal=True)
+        return causal_attention(query, keys, values, scaling)
     out = _new_output(query, values)
     for first, end in _runs(dense):
         own = slice(first * group, end * group)
         out[:, own] = exact_attention(query[:, own], keys[:, first:end], values[:, first:end], None, scaling, causal=True)
-    ops.prefill(out, query, keys, values, _listed(streaming, query.device), 0, sink, window, scaling, 0.0, None, None)
+    ops.prefill(out, query, keys, values, head_index(streaming, query.device), 0, sink, window, scaling, 0.0, None)
     return out
 
 
@@ -94,11 +120,27 @@ def _check(query, keys, sink: int, window: int, scaling: float) -> None:
 
 
 def _suits_sdpa(query, keys, values) -> bool:
-    """Whether causal attention by scaled_dot_product_attention needs no mask."""
+    """Whether causal attention by scaled_dot_product_attention needs no mask, and is fast."""
     if query.shape[2] == keys.shape[2]:
         return True
+    if _kernel_is_faster(query, keys, values, False):
+        return False
     params = SDPAParams(query, keys, values, None, 0.0, False, query.shape[1] > keys.shape[1])
     return query.is_cuda and query.shape[3] % 8 == 0 and can_use_flash_attention(params)
+
+
+def _kernel_is_faster(query, keys, values, unusual: bool) -> bool:
+    """Whether dense heads go to the kernel. unusual: softcap or sinks, for which PyTorch has no kernel.
+
+    Of a whole prompt PyTorch's kernels are faster (cuDNN); where there is a past, they are not from some queries on.
+    """
+    if not query.is_cuda or query.dtype == torch.float32 or max(query.shape[3], values.shape[3]) > 256 or \
+            (torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)):
+        return False
+    capability = torch.cuda.get_device_capability(query.device)
+    if unusual:
+        return capability >= (8, 0) and query.shape[2] >= 16
+    return capability >= (9, 0) and MANY_QUERIES <= query.shape[2] < keys.shape[2]
 
 
 def _new_output(query, values):
@@ -114,6 +156,6 @@ def _runs(heads: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=1024)
-def _listed(heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def head_index(heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
     # Once: what is copied to a GPU is waited for.
     return torch.tensor(heads, dtype=torch.int32, device=device)

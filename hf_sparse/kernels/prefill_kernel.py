@@ -22,7 +22,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch parameters. `descriptors`: whole tiles of keys and values come by TMA (compute capability 9.0 and up)."""
+    """Launch parameters. `descriptors`: whole tiles of keys and values come by TMA."""
 
     queries: int
     keys: int
@@ -32,10 +32,11 @@ class Tile:
 
 
 # By the larger head dim, padded to a power of two, up to which they hold.
-LARGE_TILES = {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)}     # 160 KiB of shared memory
+HOPPER_TILES = {64: Tile(128, 64, 4, 3), 128: Tile(64, 64, 4, 3, True), 256: Tile(128, 64, 8, 2, True)}  # 200 KiB of shared memory
+LARGE_TILES = {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)}     # 160 KiB
 SMALL_TILES = {64: Tile(128, 64, 4, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 16, 4, 2)}      # 99 KiB
 FLOAT_TILES = {64: Tile(32, 32, 4, 2), 128: Tile(32, 16, 4, 2), 256: Tile(32, 16, 4, 1)}        # fp32
-LARGE_MEMORY = 160 * 1024
+HOPPER_MEMORY, LARGE_MEMORY = 200 * 1024, 160 * 1024
 
 
 @triton.jit
@@ -89,11 +90,10 @@ def attend_tiles(acc, top, weight, q, K, V, KD, VD, b, h, t, count, count_1, fro
 
 # Lengths differ from call to call, and must not compile a kernel each.
 @triton.jit(do_not_specialize=["queries", "tokens", "sink", "window", "listed", "dense"])
-def prefill_kernel(OUT, Q, K, V, KD, VD, HEADS, SINKS, LENGTHS, o_b, o_h, o_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+def prefill_kernel(OUT, Q, K, V, KD, VD, HEADS, SINKS, o_b, o_h, o_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
                    queries, tokens, sink, window, listed, dense, scale, softcap, G: tl.constexpr, D: tl.constexpr,
                    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                   CAP: tl.constexpr, HAS_HEADS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-                   DESCRIPTORS: tl.constexpr):
+                   CAP: tl.constexpr, HAS_HEADS: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr):
     """Programs (tile of queries, listed KV head, query head of its group; row), the last queries first: they take longest.
 
     See `launch`. KD, VD: tensor descriptors of K and V, else unused.
@@ -105,16 +105,13 @@ def prefill_kernel(OUT, Q, K, V, KD, VD, HEADS, SINKS, LENGTHS, o_b, o_h, o_t, q
     if HAS_HEADS:
         h = tl.load(HEADS + place)
     own = h * G + pid % G
-    end = tokens
-    if HAS_LENGTHS:
-        end = tl.minimum(tl.load(LENGTHS + b), tokens).to(tl.int32)
     sink = tl.where(place < dense, 0, sink)
     window = tl.where(place < dense, tokens, window)
 
     rm, rd, rv = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP)
     past = tokens - queries
     first = past + tile * M                                 # position of the tile's first query, and behind its last one
-    last = tl.minimum(first + M, end)
+    last = tl.minimum(first + M, tokens)
     t = first + rm
     wide_b, wide_h, wide_own = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(own, tl.int64)
     wide_t = (t - past).to(tl.int64)
@@ -131,17 +128,17 @@ def prefill_kernel(OUT, Q, K, V, KD, VD, HEADS, SINKS, LENGTHS, o_b, o_h, o_t, q
     diagonal = tl.maximum((first + 1) // N, inner)
     sinks = tl.minimum(sink // N, edge)
     cut = tl.minimum((sink + N - 1) // N, edge) - sinks     # a tile that the sinks end in
-    whole = tl.where(first < last, sinks + diagonal - inner, 0)
-    masked = tl.where(first < last, cut + inner - edge + stop - diagonal, 0)
+    whole = sinks + diagonal - inner
+    masked = cut + inner - edge + stop - diagonal
 
     acc = tl.zeros([M, DVP], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
     acc, top, weight = attend_tiles(acc, top, weight, q, keys, values, KD, VD, b, h, t, whole, sinks, 0, diagonal - inner,
-                                    inner, 0, end, k_t, v_t, scale, softcap, sink, window, D, DP, DV, DVP, N, CAP, False,
+                                    inner, 0, tokens, k_t, v_t, scale, softcap, sink, window, D, DP, DV, DVP, N, CAP, False,
                                     DESCRIPTORS)
     acc, top, weight = attend_tiles(acc, top, weight, q, keys, values, KD, VD, b, h, t, masked, cut, sinks, inner - edge, edge,
-                                    diagonal, end, k_t, v_t, scale, softcap, sink, window, D, DP, DV, DVP, N, CAP, True,
+                                    diagonal, tokens, k_t, v_t, scale, softcap, sink, window, D, DP, DV, DVP, N, CAP, True,
                                     DESCRIPTORS)
     if HAS_SINKS:
         logit = tl.load(SINKS + own).to(tl.float32) * 1.4426950408889634
@@ -152,7 +149,7 @@ def prefill_kernel(OUT, Q, K, V, KD, VD, HEADS, SINKS, LENGTHS, o_b, o_h, o_t, q
              mask=(t < tokens)[:, None] & (rv < DV)[None, :])
 
 
-def launch(out, query, keys, values, heads, dense: int, sink: int, window: int, scaling: float, softcap: float, sinks, lengths,
+def launch(out, query, keys, values, heads, dense: int, sink: int, window: int, scaling: float, softcap: float, sinks,
            tile: Tile | None = None) -> None:
     """`ops.prefill`, which says what the arguments are, as a kernel. `tile`: launch parameters, for measurements."""
     batch, query_heads, queries, key_dim = query.shape
@@ -164,7 +161,7 @@ def launch(out, query, keys, values, heads, dense: int, sink: int, window: int, 
     DP, DVP = max(16, triton.next_power_of_2(key_dim)), max(16, triton.next_power_of_2(value_dim))
     tile = tile or tile_for(max(DP, DVP), query.dtype, query.device)
     query, keys, values = (_with_last_contiguous(part) for part in (query, keys, values))
-    heads, sinks, lengths = (part if part is None else part.contiguous() for part in (heads, sinks, lengths))
+    heads, sinks = (part if part is None else part.contiguous() for part in (heads, sinks))
     descriptors = tile.descriptors and _describable(keys) and _describable(values)
     described = [keys, values]
     if descriptors:
@@ -174,10 +171,10 @@ def launch(out, query, keys, values, heads, dense: int, sink: int, window: int, 
     sink, window = min(sink, tokens), min(window, tokens)
     with torch.cuda.device_of(query):
         prefill_kernel[(triton.cdiv(queries, M) * listed * group, batch)](
-            out, query, keys, values, *described, heads, sinks, lengths, *out.stride()[:3], *query.stride()[:3],
+            out, query, keys, values, *described, heads, sinks, *out.stride()[:3], *query.stride()[:3],
             *keys.stride()[:3], *values.stride()[:3], queries, tokens, sink, window, listed, dense, scaling * LOG2E, softcap,
             G=group, D=key_dim, DP=DP, DV=value_dim, DVP=DVP, M=M, N=tile.keys, CAP=softcap > 0, HAS_HEADS=heads is not None,
-            HAS_SINKS=sinks is not None, HAS_LENGTHS=lengths is not None, DESCRIPTORS=descriptors,
+            HAS_SINKS=sinks is not None, DESCRIPTORS=descriptors,
             num_warps=tile.warps if M > 64 else 4, num_stages=tile.stages)
 
 
@@ -189,8 +186,12 @@ def tile_for(width: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """
     if width > 256:
         raise NotImplementedError(f"the prefill kernel has head dims up to 256, not {width}")
-    large = device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= LARGE_MEMORY
-    tiles = FLOAT_TILES if dtype == torch.float32 else LARGE_TILES if large else SMALL_TILES
+    tiles = FLOAT_TILES
+    if dtype != torch.float32:
+        cuda = device.type == "cuda"
+        memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if cuda else HOPPER_MEMORY
+        hopper = memory >= HOPPER_MEMORY and (not cuda or torch.cuda.get_device_capability(device) >= (9, 0))
+        tiles = HOPPER_TILES if hopper else LARGE_TILES if memory >= LARGE_MEMORY else SMALL_TILES
     return tiles[max(width, 64)]
 
 

@@ -1,8 +1,11 @@
-"""Quantise a block that closes (reference/quantise.py has the format)."""
+"""Quantise blocks that close (reference/quantise.py has the format): one, within the step that closes it, and those of a prompt."""
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from .reference.quantise import packed_bytes
 
 # Adding and subtracting it rounds fp32 to the nearest integer, ties to even, in the interpreter and on the GPU alike.
 ROUND = tl.constexpr(12582912.0)
@@ -72,3 +75,23 @@ def quantise_block(source, target, P: tl.constexpr, D: tl.constexpr, DV: tl.cons
             tl.store(steps + token, step, mask=t < ROWS)
             packed = packed | (_codes(x, base.to(tl.float32)[:, None], step.to(tl.float32)[:, None], LEVELS) << (BITS * f))
         tl.store(codes + t[:, None] * DV + c[None, :], packed.to(tl.uint8), mask=here)
+
+
+@triton.jit
+def quantise_kernel(SOURCE, TARGET, ELEMENTS: tl.constexpr, BYTES: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+                    DV: tl.constexpr, DVP: tl.constexpr, BITS: tl.constexpr):
+    """Programs (block)."""
+    block = tl.program_id(0).to(tl.int64)
+    quantise_block(SOURCE + block * ELEMENTS, TARGET + block * BYTES, P, D, DV, DVP, BITS)
+
+
+def quantise_blocks(blocks: torch.Tensor, block_size: int, key_dim: int, value_dim: int, bits: int) -> torch.Tensor:
+    """`reference.quantise.quantise_blocks` of blocks [..., block_size * (key_dim + value_dim)], a block's keys before its values."""
+    size = packed_bytes(block_size, key_dim, value_dim, bits)
+    packed = torch.zeros(*blocks.shape[:-1], size, dtype=torch.uint8, device=blocks.device)
+    count = packed.numel() // size
+    if count:
+        with torch.cuda.device_of(blocks):
+            quantise_kernel[(count,)](blocks.contiguous(), packed, ELEMENTS=blocks.shape[-1], BYTES=size, P=block_size, D=key_dim,
+                                      DV=value_dim, DVP=triton.next_power_of_2(value_dim), BITS=bits, num_warps=1)
+    return packed

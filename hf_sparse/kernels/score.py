@@ -14,7 +14,6 @@ import triton.language as tl
 
 from . import descriptor as d
 from .online_softmax import softcap_log2
-from .reuse import units_to_rank
 
 # Adding it to a small float leaves the nearest integer in the low bits.
 MAGIC = tl.constexpr(12582912.0)
@@ -186,10 +185,8 @@ def _sixteen_tokens(low, high, words, RUN: tl.constexpr, ROWS: tl.constexpr, T4:
 @triton.jit
 def score(desc, Q, q_b, q_h, scale, softcap, pid, stripe, stripes, H: tl.constexpr, MAPPED: tl.constexpr,
           G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, R4: tl.constexpr,
-          R2: tl.constexpr, PTX: tl.constexpr, CAP: tl.constexpr, SINK: tl.constexpr = 0, RECENT: tl.constexpr = 0,
-          REUSE: tl.constexpr = 1):
-    """A stripe of the units of a row and KV head, for HEADS query heads; scale includes log2(e). REUSE: tokens that share a
-    selection; SINK and RECENT matter above 1 only."""
+          R2: tl.constexpr, PTX: tl.constexpr, CAP: tl.constexpr):
+    """A stripe of the units of a row and KV head, for HEADS query heads; scale includes log2(e)."""
     U: tl.constexpr = P * UB
     ROWS: tl.constexpr = U // 4
     R: tl.constexpr = R4 + R2
@@ -199,8 +196,6 @@ def score(desc, Q, q_b, q_h, scale, softcap, pid, stripe, stripes, H: tl.constex
     lengths = d.address(desc, d.LENGTHS, tl.int64)
     length = tl.load(lengths + pid // H)
     units = (length // U).to(tl.int32)
-    if REUSE > 1:
-        units = units_to_rank(desc, pid, length, units, P, UB, SINK, RECENT)
     if stripe < units:
         capacity = tl.load(desc + d.UNITS)
         width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)

@@ -10,22 +10,17 @@ import triton.language as tl
 
 from . import descriptor as d
 from .online_softmax import softcap_log2
-from .reuse import units_to_rank
 
 
 @triton.jit
 def score_pages(desc, Q, q_b, q_h, scale, softcap, pid, stripe, stripes, H: tl.constexpr, MAPPED: tl.constexpr,
                 G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-                PAGES: tl.constexpr, TB: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr, SINK: tl.constexpr = 0,
-                RECENT: tl.constexpr = 0, REUSE: tl.constexpr = 1):
-    """A stripe of the blocks of a row and KV head, TB at once, for all query heads; scale includes log2(e). The last three
-    arguments are those of `score`."""
+                PAGES: tl.constexpr, TB: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr):
+    """A stripe of the blocks of a row and KV head, TB at once, for all query heads; scale includes log2(e)."""
     PT: tl.constexpr = TB * PAGES
     GQ: tl.constexpr = 16 if GP < 16 else GP
     length = tl.load(d.address(desc, d.LENGTHS, tl.int64) + pid // H)
     blocks = (length // P).to(tl.int32)
-    if REUSE > 1:
-        blocks = units_to_rank(desc, pid, length, blocks, P, 1, SINK, RECENT)
     if stripe * TB < blocks:
         capacity = tl.load(desc + d.UNITS)
         width = tl.multiple_of(tl.load(desc + d.WIDTH), 16)

@@ -13,7 +13,7 @@ from . import descriptor as d
 from .append import forced_masses
 from .overlap import let_next_start, wait_for_previous
 from .residency import touch
-from .reuse import keep, kept_blocks, selects_anew
+from .reuse import keep, selects_anew, use
 
 
 @triton.jit
@@ -50,8 +50,9 @@ def masses(rows, n, first, last, width):
 
 
 @triton.jit
-def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context, floor_share,
-                  top_share, top_least, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr,
+def select_kernel(desc, Q, MF, TOT, INFO, q_b, q_h, need, max_blocks, min_blocks, min_context, floor_share,
+                  top_share, top_least, H: tl.constexpr, MAPPED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+                  D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UB: tl.constexpr, TYPE: tl.constexpr,
                   SINK: tl.constexpr, RECENT: tl.constexpr, PIECES: tl.constexpr, FP: tl.constexpr,
                   NEVER: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, OCTAVES: tl.constexpr,
                   STEPS: tl.constexpr, TIERED: tl.constexpr, POLICY: tl.constexpr, TOUCHED: tl.constexpr,
@@ -67,7 +68,7 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
     SHARE. TIERED: what is planned is looked up in the pool, TOUCHED blocks at a time.
     REMEMBER: notes down what a selection ahead goes by. AHEAD: this is one, of `need` times as many blocks as the layer's last
     token has planned, whose always-read blocks stand in for those of the token to come.
-    REUSE: tokens that share a selection; above 1, INFO[7] says whether it is this token's own.
+    REUSE: tokens that share a selection; above 1, Q is kept with it.
     """
     let_next_start(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
@@ -99,15 +100,12 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
 
     wait_for_previous(OVERLAP)
     if REUSE > 1:
-        if selects_anew(desc, pid, start):
-            tl.store(INFO + pid * 8 + 7, 1)
-        else:
-            kept = tl.minimum(kept_blocks(desc, pid), count)
+        if selects_anew(desc, pid) == 0:
+            kept = tl.minimum(use(desc, pid), count)
             tl.store(INFO + pid * 8, kept)
             tl.store(INFO + pid * 8 + 1, candidates)
             tl.store(INFO + pid * 8 + 2, forced)
             tl.store(INFO + pid * 8 + 3, kept)
-            tl.store(INFO + pid * 8 + 7, 0)
             if TIERED:
                 touch(desc, d.address(desc, d.TABLE, tl.int64) + pid * tl.load(desc + d.COLUMNS), ranked, kept, POLICY, TOUCHED)
             return
@@ -189,7 +187,7 @@ def select_kernel(desc, MF, TOT, INFO, need, max_blocks, min_blocks, min_context
     tl.store(info + 3, count)
     tl.store(info + 4, cut)
     if REUSE > 1:
-        keep(desc, pid, start, planned)
+        keep(desc, Q, q_b, q_h, pid, start, planned, H, MAPPED, G, GP, D, DP, TYPE)
     if REMEMBER:
         tl.store(d.address(desc, d.PLANNED_BEFORE, tl.int32) + pid, planned)
     if TIERED:

@@ -7,6 +7,7 @@ import torch
 
 from ..cache.handle import KVHandle
 from ..compat import AttentionInterface, AttentionMaskInterface, sdpa_attention_forward
+from ..kernels.prefill import causal_attention
 from ..kernels.reference.dense import exact_attention
 from .graph import StepHandle, decode
 from .mask import psa_mask
@@ -57,7 +58,10 @@ def psa_attention(module, query, key, value, attention_mask, scaling=None, dropo
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       is_causal=is_causal, **kwargs)
     causal = attention_mask is None and query.shape[2] > 1 and is_causal is not False
-    output = exact_attention(query, key, value, attention_mask, scaling, softcap, s_aux, causal=causal)
+    if causal:
+        output = causal_attention(query, key, value, scaling, softcap, s_aux)
+    else:
+        output = exact_attention(query, key, value, attention_mask, scaling, softcap, s_aux)
     if dropout and module.training:
         raise NotImplementedError("Attention dropout with soft-capped or sink logits is not supported on a patched "
                                   "model: call hf_sparse.unpatch_model(model) to train it.")

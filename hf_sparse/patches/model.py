@@ -16,6 +16,7 @@ from ..compat import CACHE_ARGUMENT, CACHE_NAMES
 from ..config import PSAConfig
 from . import predict, support
 from .attention import NAME, register
+from .checks import check_generate, check_mask
 from .graph import get_compiled_call, valid_auto_compile_criteria
 from .prefill import in_chunks
 
@@ -160,7 +161,7 @@ def generate(self, *args, **kwargs):
 
 def _generate_with(model, cache: PSACache, kwargs: dict, generation_config, run):
     def checked():
-        _check_generate(model, cache, kwargs, generation_config)
+        check_generate(cache, kwargs, generation_config)
         model.last_psa_cache = cache
         with in_chunks(model, cache, kwargs, generation_config) as more:
             return run(**more)
@@ -170,28 +171,6 @@ def _generate_with(model, cache: PSACache, kwargs: dict, generation_config, run)
 
 _METHODS = {"generate": generate, "get_compiled_call": get_compiled_call,
             "_valid_auto_compile_criteria": valid_auto_compile_criteria}
-
-
-def _check_generate(model, cache: PSACache, kwargs: dict, generation_config) -> None:
-    """Refuse what generate() could only do wrongly with this cache, before it starts."""
-    if kwargs.get("output_attentions", getattr(generation_config, "output_attentions", False)):
-        raise NotImplementedError("output_attentions=True: sparse attention never has all attention weights. Use "
-                                  "hf_sparse.unpatch_model(model) with attn_implementation='eager' for them.")
-    cache.check_whole()
-    past = cache.tokens
-    if past == 0:
-        return
-    for name in ("assistant_model", "prompt_lookup_num_tokens"):
-        if kwargs.get(name, getattr(generation_config, name, None)) is not None:
-            raise NotImplementedError(f"{name} with a cache that already holds tokens: transformers feeds the whole prompt "
-                                      "again then, whatever the cache. Use a new cache, or generate without drafts.")
-    ids = kwargs.get("input_ids", kwargs.get("inputs"))
-    mask = kwargs.get("attention_mask")
-    length = mask.shape[1] if mask is not None else ids.shape[1] if ids is not None else None
-    if length is not None and length <= past:
-        raise ValueError(f"The cache already holds {past} tokens but the prompt has {length}. To continue, pass the "
-                         "ids (and mask) of the whole conversation so far; to start again, use a new cache or "
-                         "cache.reset().")
 
 
 def _check_call(module, args, kwargs):
@@ -217,17 +196,9 @@ def _check_call(module, args, kwargs):
                          "cache.batch_repeat_interleave(n) or cache.batch_select_indices(indices) to change the "
                          "batch, cache.reset() to start again, or use a new cache.")
     if inputs is not None:
-        _check_mask(cache, kwargs.get("attention_mask"), cache.tokens + inputs.shape[1])
+        check_mask(cache, kwargs.get("attention_mask"), cache.tokens + inputs.shape[1])
     cache.state.devices = len(set(map(str, (getattr(module, "hf_device_map", None) or {"": "0"}).values())))
     cache.state.dense_expected = state is not None and state.support == "dense"
-
-
-def _check_mask(cache: PSACache, mask, total: int) -> None:
-    """Refuse a 4-D mask of more than the `total` tokens there are: its last columns would be taken for the new tokens'."""
-    if torch.is_tensor(mask) and mask.dim() == 4 and mask.shape[-1] > total and any(hasattr(x, "attend") for x in cache.layers):
-        raise ValueError(f"This attention_mask speaks of {mask.shape[-1]} tokens, but with the new ones there are {total}; "
-                         "unlike a static cache this one has no empty places. Cut the mask there. Nothing in the cache was "
-                         "changed.")
 
 
 def _leave_call(module, args, kwargs, output) -> None:
@@ -284,6 +255,3 @@ def _implementations(model) -> dict:
 
 def _restore(model, implementations: dict) -> None:
     model.set_attn_implementation(dict(implementations))
-
-
-

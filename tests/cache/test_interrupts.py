@@ -13,6 +13,7 @@ from hf_sparse.cache.blocks import LayerBlocks
 from hf_sparse.cache.digest_store import DigestStore
 from hf_sparse.cache.layer import PSALayer
 from hf_sparse.cache.pool import BlockPool
+from hf_sparse.cache.rows import LayerRows
 from hf_sparse.cache.state import CacheState
 from hf_sparse.compat import AttentionInterface
 from hf_sparse.kernels import ops
@@ -190,7 +191,7 @@ def test_forks_of_an_interrupted_cache(point, after, monkeypatch):
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("point", ["take", "digest", "reset"])
 def test_an_exception_between_the_layers_of_a_change(operation, at, point, monkeypatch):
-    points = {"take": (LayerBlocks, "_take_rows"), "digest": (DigestStore, "take_rows"), "reset": (LayerBlocks, "reset")}
+    points = {"take": (LayerRows, "_take_rows"), "digest": (DigestStore, "take_rows"), "reset": (LayerBlocks, "reset")}
     owner, name = points[point]
     change = {
         "crop": lambda cache: cache.crop(-7),

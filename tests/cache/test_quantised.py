@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_sparse import PSACache, PSAConfig
-from hf_sparse.cache.exact_ring import ExactRing
+from hf_sparse.cache.exact_blocks import ExactBlocks
 from hf_sparse.kernels.reference import append_packed
+from hf_sparse.kernels.reference.exact_blocks import SLACK_BLOCKS
 from hf_sparse.kernels.reference.quantise import dequantise_blocks, packed_bytes, quantise_blocks
-from hf_sparse.kernels.reference.ring import SLACK
 from tests.cache.drive import Text, decode, feed, model_config, run, smallest_budget
 
 P = 16
@@ -164,7 +164,7 @@ def test_digests_of_the_always_read_blocks_are_made_from_exact_keys():
 
 # -- going back, and parting ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("memory", [{}, TIERED], ids=["resident", "tiered"])
-@pytest.mark.parametrize("count", [1, 5, P, 2 * P + 3, SLACK * P])
+@pytest.mark.parametrize("count", [1, 5, P, 2 * P + 3, SLACK_BLOCKS * P])
 def test_a_shallow_crop_is_exact(count, memory):
     """Blocks that are reopened, and those that are always read from now on, are as they were given."""
     text = Text(rows=2, length=170)
@@ -278,16 +278,16 @@ def test_bytes_are_those_of_the_tensors(bits, block_size, dims):
     packed = packed_bytes(block_size, *dims, bits)
     assert pool.kv.dtype == pool.host.dtype == torch.uint8 and pool.kv.shape[1] == pool.host.shape[1] == packed
     assert stats[bits]["host"] * block_size * sum(dims) * 4 == stats[16]["host"] * packed
-    ring = layer.exact.rows.nbytes
-    assert ring == (1 + 2 * 2 * (1 + 2 + SLACK)) * block_size * sum(dims) * 4
+    exact = layer.exact.rows.nbytes
+    assert exact == (1 + 2 * 2 * (1 + 2 + SLACK_BLOCKS)) * block_size * sum(dims) * 4
     side = layer.table.nbytes + sum(part.nbytes for part in (*layer.digests.unit, *layer.digests.row))
-    assert layer.side_bytes() == side + ring
-    assert stats[bits]["device"] == pool.kv.nbytes + 2 * (side + ring)
+    assert layer.side_bytes() == side + exact
+    assert stats[bits]["device"] == pool.kv.nbytes + 2 * (side + exact)
     assert stats[bits]["digest"] == stats[16]["digest"]
 
 
 def test_a_long_row_takes_a_quarter():
-    """In bf16, with the ring and the scales."""
+    """In bf16, with the exact blocks and the scales."""
     text = Text(rows=1, length=8200, layers=1, key_dim=64, dtype=torch.bfloat16)
     device = {}
     for bits in (16, 8, 4):
@@ -310,7 +310,7 @@ def test_the_smallest_budget_is_what_the_refusal_says():
     assert least < smallest_budget(lambda budget: attempt(budget, 16))
 
 
-def test_budget_without_a_host_tier_counts_the_ring():
+def test_budget_without_a_host_tier_counts_the_exact_blocks():
     text = Text(rows=1, length=300)
     cache = cache_of(text, **SETTINGS, kv_bits=8, gpu_memory="1MiB", host_memory=0)
     run(cache, text, 290, 300)
@@ -338,23 +338,23 @@ def test_a_fork_can_not_change_how_blocks_are_stored():
         cache.fork(kv_bits=4)
 
 
-# -- the ring -----------------------------------------------------------------------------------------------------------
+# -- the exact blocks -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("sink", "tail"), [(1, 2), (0, 1), (3, 5)])
-def test_places_of_the_ring_are_apart(sink, tail):
+def test_places_of_exact_blocks_are_apart(sink, tail):
     """Whatever a tail holds, and the sink, have places of their own, in rows of their own."""
-    ring = ExactRing.new(2, 3, sink, tail, 4, torch.empty(0))
+    exact = ExactBlocks.new(2, 3, sink, tail, 4, torch.empty(0))
     for newest in range(40):
-        column = sorted({*range(min(sink, newest + 1)), *range(max(0, newest - tail - SLACK + 1), newest + 1)})
-        ids = ring.ids(torch.tensor([column, column])).flatten().tolist()
-        assert len(set(ids)) == len(ids) and min(ids) > 0 and max(ids) < ring.rows.shape[0]
+        column = sorted({*range(min(sink, newest + 1)), *range(max(0, newest - tail - SLACK_BLOCKS + 1), newest + 1)})
+        ids = exact.ids(torch.tensor([column, column])).flatten().tolist()
+        assert len(set(ids)) == len(ids) and min(ids) > 0 and max(ids) < exact.rows.shape[0]
 
 
-def test_rows_of_the_ring():
-    ring = ExactRing.new(3, 2, 1, 2, 4, torch.empty(0))
+def test_rows_of_exact_blocks():
+    exact = ExactBlocks.new(3, 2, 1, 2, 4, torch.empty(0))
     column = torch.arange(8).expand(3, -1)
-    ring.rows[1:] = torch.arange(1, ring.rows.shape[0])[:, None].float()
-    taken = ring.take_rows(torch.tensor([2, 2, 0, 1]))
+    exact.rows[1:] = torch.arange(1, exact.rows.shape[0])[:, None].float()
+    taken = exact.take_rows(torch.tensor([2, 2, 0, 1]))
     for row, source in enumerate((2, 2, 0, 1)):
         ours = taken.rows[taken.ids(torch.arange(8).expand(4, -1))[row]]
-        assert torch.equal(ours, ring.rows[ring.ids(column)[source]])
-    assert list(itertools.chain(ring.rows[0])) == [0] * 4
+        assert torch.equal(ours, exact.rows[exact.ids(column)[source]])
+    assert list(itertools.chain(exact.rows[0])) == [0] * 4

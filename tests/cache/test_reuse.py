@@ -6,10 +6,11 @@ import torch
 
 from hf_sparse import PSACache, PSAConfig, patched
 from hf_sparse.cache.handle import Pending
-from hf_sparse.cache.kept import KeptSelection, calibrated
+from hf_sparse.cache.kept import KeptSelection
+from hf_sparse.selection.drift import drifted
 from tests.models import get_model
 from tests.parity import assert_same_run, reference
-from tests.reuse import DIM, GROUP, HEADS, Reader
+from tests.reuse import DIM, GROUP, HEADS, TURNS, Reader, one_query_turns
 from tests.scenarios import SCENARIOS, greedy
 
 P = 8
@@ -19,7 +20,7 @@ P = 8
 @pytest.mark.parametrize("ahead", [0, 1, 2, P - 1])
 def test_over_ends_of_blocks(ahead, reuse):
     """Wherever a row stands in its block, the newest tokens are read (LServe's list of kept pages lost them after an end)."""
-    reader = Reader(20 * P + ahead, reuse=reuse, reuse_refresh=1.0)
+    reader = Reader(20 * P + ahead, reuse=reuse, reuse_refresh=0)
     if reuse == 1:
         for _ in range(2 * P):
             reader.step()
@@ -46,7 +47,7 @@ def test_over_ends_of_blocks(ahead, reuse):
     dict(digest="key_bits", threshold=0.9, policy="threshold", max_blocks=12),
 ], ids=str)
 def test_ragged_rows_and_early_refresh(settings, reuse):
-    reader = Reader(150, pads=(0, 3, 41, 148), reuse=reuse, wander=0.5, reuse_refresh=0.1, **settings)
+    reader = Reader(150, pads=(0, 3, 41, 148), reuse=reuse, wander=0.5, reuse_refresh=0.7, **settings)
     reader.check(3 * P)
     flat = [fresh for step in reader.fresh for fresh in step]
     assert reader.early and not all(flat)                   # both ways to go on were taken
@@ -55,39 +56,63 @@ def test_ragged_rows_and_early_refresh(settings, reuse):
 @pytest.mark.parametrize("digest", ["channel_codes", "cuboid_mean", "centroid"])
 def test_other_digests(digest):
     rounds = dict(policy="threshold", threshold=0.8, round_blocks=1) if digest == "channel_codes" else {}
-    reader = Reader(300, pads=(0, 17), reuse=4, wander=0.5, digest=digest, **rounds)
+    reader = Reader(300, pads=(0, 17), reuse=4, wander=0.5, reuse_refresh=0.5, digest=digest, **rounds)
     reader.check(12)
     assert not all(fresh for step in reader.fresh for fresh in step)
 
 
-def test_sinks_count_as_captured():
-    Reader(150, pads=(0, 9), reuse=4, wander=0.6, sinks=torch.tensor([3.0, 5.0, 1.0, 4.0, 0.0, -2.0])).check(2 * P)
+def test_sinks_take_part_in_what_is_kept():
+    sinks = torch.tensor([3.0, 5.0, 1.0, 4.0, 0.0, -2.0])
+    Reader(150, pads=(0, 9), reuse=4, wander=0.6, reuse_refresh=0.5, sinks=sinks).check(2 * P)
 
 
-def test_a_drop_of_coverage_ends_a_selection():
-    """A query that asks for nothing in particular: the token after it selects anew, and not before."""
-    reader = Reader(40 * P, reuse=P, reuse_refresh=0.05, wander=0.0)
-    reader.check(4)                                         # the same query: nothing falls
-    assert reader.fresh == [[True, True], *[[False, False]] * 3]
-    reader.query = reader.query * 0.1
+@pytest.mark.parametrize("turn", TURNS)
+def test_one_query_that_turns_away_ends_its_groups_selection(turn):
+    one_query_turns(turn)
+
+
+def test_a_query_is_compared_with_that_of_the_selection():
+    """Small steps add up, and after a selection they are counted from there, over the end of a block too."""
+    reader = Reader(20 * P + 3, pads=(0, 1), reuse=P, wander=0.25, reuse_refresh=0.8)
+    reader.check(3 * P)
+    assert len(reader.early) > 4 and not all(fresh for step in reader.fresh for fresh in step)
+    assert all(not all(reader.fresh[step][2 * row:2 * row + 2]) for step, row, _ in reader.early[:1])
+
+
+def test_zero_lets_a_query_turn_as_far_as_it_likes():
+    reader = Reader(40 * P, reuse=P, reuse_refresh=0, wander=1.0)
     reader.check(2)
-    assert reader.fresh[4:] == [[False, False], [True, True]]
-
-
-def test_no_drop_is_too_small_to_be_allowed():
-    reader = Reader(40 * P, reuse=P, reuse_refresh=1.0, wander=1.0)
-    reader.check(4)
+    reader.query = -reader.query
+    reader.check(2)
     assert reader.fresh == [[True, True], *[[False, False]] * 3]
+
+
+def test_stats_say_how_often_was_selected():
+    reader = Reader(150, pads=(0, 3, 41), reuse=4, wander=0.5, reuse_refresh=0.7)
+    reader.check(10)
+    fresh = torch.tensor(reader.fresh).float()
+    stats = reader.layer.stats.as_dict(0, "psa", False)
+    assert stats["selected"] == pytest.approx(float(fresh.mean())) and 0.25 < stats["selected"] < 1
+    assert 0 < stats["coverage"] < 1
+
+
+def test_beams_select_at_every_token_and_stats_say_so():
+    reader = Reader(150, pads=(0, 20), reuse=4, reuse_refresh=0)
+    for _ in range(3):
+        reader.check(1)
+        reader.layer.reorder_cache(torch.tensor([1, 0]))
+        reader.take_rows([1, 0])
+    assert reader.layer.stats.as_dict(0, "psa", False)["selected"] == 1.0
 
 
 def test_the_budget_holds_while_the_tail_grows():
     """With units of several blocks the tail grows without moving on; kept blocks make room for it."""
-    reader = Reader(300, reuse=8, digest="channel_codes", policy="top_k", top_k=22)
+    reader = Reader(300, reuse=8, reuse_refresh=0, digest="channel_codes", policy="top_k", top_k=22)
     held = []
     for _ in range(2 * P):
-        before = reader.layer.stats.read
+        before = None if reader.layer.stats.sums is None else reader.layer.stats.sums[0].clone()
         reader.step()
-        held.append(float(reader.layer.stats.read - (0 if before is None else before)) / HEADS)
+        held.append(float(reader.layer.stats.sums[0] - (0 if before is None else before)) / HEADS)
     assert max(held) <= 22 and 22 in held
 
 
@@ -112,7 +137,7 @@ def _chunk(layer, count):
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_rows_makes_the_layer_forget(change):
-    reader = Reader(150, pads=(0, 20), reuse=4, reuse_refresh=1.0)
+    reader = Reader(150, pads=(0, 20), reuse=4, reuse_refresh=0)
     reader.check(2)
     change(reader.layer)
     if reader.layer.batch != 2:
@@ -123,7 +148,7 @@ def test_what_changes_rows_makes_the_layer_forget(change):
 
 def test_beams_that_stay_keep_their_rows_apart():
     """Rows of one batch select at different times, and a row does what it does alone."""
-    both, alone = (Reader(150, pads=(0, 20), reuse=4, wander=0.7) for _ in range(2))
+    both, alone = (Reader(150, pads=(0, 20), reuse=4, wander=0.7, reuse_refresh=0.4) for _ in range(2))
     alone.layer.batch_select_indices(torch.tensor([1]))
     for _ in range(10):
         want = both.step()
@@ -134,7 +159,7 @@ def test_beams_that_stay_keep_their_rows_apart():
 
 
 def test_a_fork_starts_without_and_leaves_the_other_alone():
-    reader = Reader(161, reuse=4, reuse_refresh=1.0)
+    reader = Reader(161, reuse=4, reuse_refresh=0)
     reader.check(2)
     fork = reader.layer.fork(reader.layer.state)
     assert fork.kept._length is None
@@ -149,15 +174,8 @@ def test_reset_forgets():
     assert reader.layer.kept._length is None
 
 
-def test_nothing_left_unread_is_full_coverage():
-    left = torch.tensor([[[-torch.inf, 1.0, -torch.inf]]])
-    everything, forced, mass = torch.tensor([[[2.0, 2.0, -torch.inf]]]), torch.zeros(1, 1, 3), torch.full((1, 1, 3), 1.0)
-    got = calibrated(left, everything, forced, mass)
-    held, promised = torch.log(torch.e - torch.ones(())), torch.log(torch.tensor(torch.e**2 - torch.e))
-    torch.testing.assert_close(got, torch.tensor([[[-torch.inf, float(1 + held - promised), -torch.inf]]]))
-
-
-EVERYTHING = PSAConfig(policy="top_k", top_k=1.0, digest="pages", block_size=4, logical_size=2, min_context=0, reuse=4)
+EVERYTHING = PSAConfig(policy="top_k", top_k=1.0, digest="pages", block_size=4, logical_size=2, min_context=0, reuse=4,
+                       reuse_refresh=0)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -179,26 +197,39 @@ def test_the_preset_decodes():
 
 # -- controls: what the checks above would miss is nothing if they see these ---------------------------------------------
 def _ignoring(name):
-    def due(self, start, heads, length, reuse):
+    def due(self, query, start, length, reuse, refresh):
         if self._length != length - 1:
-            return torch.ones(start.shape[0], heads, dtype=torch.bool)
-        parts = {"age": self._age >= reuse, "start": (start != self._start)[:, None].expand(-1, heads), "fallen": self._fallen}
+            return torch.ones(query.shape[:2], dtype=torch.bool)
+        parts = {"age": self._age >= reuse, "start": (start != self._start)[:, None].expand_as(self._age),
+                 "query": drifted(query, self._query, refresh)}
         del parts[name]
         return torch.stack(list(parts.values())).any(0)
     return due
 
 
-@pytest.mark.parametrize("name", ["age", "start", "fallen"])
+@pytest.mark.parametrize("name", ["age", "start", "query"])
 def test_control_a_rule_that_is_left_out_is_seen(name, monkeypatch):
     monkeypatch.setattr(KeptSelection, "due", _ignoring(name))
     with pytest.raises(AssertionError):
-        Reader(150, reuse=4, wander=0.5, reuse_refresh=0.1).check(3 * P)
+        Reader(150, reuse=4, wander=0.35, reuse_refresh=0.75).check(3 * P)
+
+
+def test_control_queries_compared_with_the_last_one_are_seen(monkeypatch):
+    keep = KeptSelection.keep
+
+    def keep_newest(self, fresh, query, *args):
+        keep(self, fresh, query, *args)
+        self._query = query
+
+    monkeypatch.setattr(KeptSelection, "keep", keep_newest)
+    with pytest.raises(AssertionError):
+        test_a_query_is_compared_with_that_of_the_selection()
 
 
 def test_control_blocks_that_left_the_tail_are_lost_without_a_refresh(monkeypatch):
     """The defect itself: a kept list that goes on over the end of a block loses what has left the tail."""
     monkeypatch.setattr(KeptSelection, "due", _ignoring("start"))
-    reader = Reader(150, reuse=1000, reuse_refresh=1.0, recent_blocks=0)
+    reader = Reader(150, reuse=1000, reuse_refresh=0, recent_blocks=0)
     for _ in range(2 * P):
         reader.step()
     start = int(reader.layer.tail_start(reader.layer.lengths)[0])

@@ -21,6 +21,7 @@ KEYS = {
     "blocks_held",
     "kv_fraction",
     "coverage",
+    "selected",
     "coverage_true",
     "hits",
     "misses",
@@ -37,6 +38,7 @@ LAYER_KEYS = {
     "kv_fraction",
     "captured_log_mass",
     "coverage",
+    "selected",
     "coverage_true",
     "history",
 }
@@ -53,7 +55,7 @@ def test_before_anything():
         == stats["materialized"]
         == 0
     )
-    assert stats["kv_fraction"] is stats["coverage"] is stats["coverage_true"] is stats["hit_rate"] is None
+    assert stats["kv_fraction"] is stats["coverage"] is stats["selected"] is stats["coverage_true"] is stats["hit_rate"] is None
     assert stats["bytes"] == {"device": 0, "host": 0, "digest": 0}
     assert [layer["kind"] for layer in stats["layers"]] == ["psa", "psa"]
     assert all(set(layer) >= LAYER_KEYS for layer in stats["layers"])
@@ -76,7 +78,7 @@ def test_everything_read():
     stats = cache.stats()
     held = sum(-(-length // 4) for length in range(51, 56)) * 2 * 2 * 2  # rows, heads, layers
     assert stats["blocks_read"] == stats["blocks_held"] == held
-    assert stats["kv_fraction"] == 1.0 and stats["coverage"] == pytest.approx(1.0)
+    assert stats["kv_fraction"] == stats["selected"] == 1.0 and stats["coverage"] == pytest.approx(1.0)
     assert stats["steps"] == stats["sparse_steps"] == 5
     assert sum(layer["blocks_read"] for layer in stats["layers"]) == held
 

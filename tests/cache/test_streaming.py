@@ -15,13 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparse import PSACache, PSAConfig
-from hf_sparse.cache import ring, split
+from hf_sparse.cache import split, split_storage, streaming_ring
 from hf_sparse.cache.layer import PSALayer
 from hf_sparse.cache.split import SplitLayer
 from tests.cache.drive import Text, decode, feed, model_config
 from tests.cache.shadow import Shadow
 
-SINK, WINDOW, PREFILL, SLACK = 3, 7, 19, 6
+SINK, WINDOW, PREFILL, SLACK_TOKENS = 3, 7, 19, 6
 LAYERS, HEADS = 2, 3
 STREAMING = {"some": ((0, 1), (1, 0), (1, 2)), "one": ((1, 1),), "layer": ((0, 0), (0, 1), (0, 2), (1, 2)),
              "all": tuple((layer, head) for layer in range(LAYERS) for head in range(HEADS))}
@@ -32,8 +32,8 @@ SETTINGS = dict(digest="key_bits", threshold=1.0, block_size=4, min_context=0, s
 @pytest.fixture
 def small_slack(monkeypatch):
     """So few tokens beside the window that tests of ordinary size reach the end of what can be taken back."""
-    for module in (ring, split):
-        monkeypatch.setattr(module, "SLACK", SLACK)
+    for module in (streaming_ring, split_storage):
+        monkeypatch.setattr(module, "SLACK_TOKENS", SLACK_TOKENS)
 
 
 class Streams(Shadow):
@@ -60,7 +60,8 @@ class Streams(Shadow):
         """[B, q] how many tokens the streaming heads of the newest tokens see beside the sink."""
         config, count = self.config, self.length - self.before
         number = self.valid.cumsum(1)[:, self.before:]      # 1 for the first of a row
-        free = config.min_context + ring.SLACK if config.min_context > config.streaming_sink + config.streaming_window else 0
+        wide = config.min_context > config.streaming_sink + config.streaming_window
+        free = config.min_context + streaming_ring.SLACK_TOKENS if wide else 0
         if count == 1 and self.before:
             self.stepped = self.length
             return torch.where(number < config.min_context, 10**6, config.streaming_window)
@@ -135,6 +136,21 @@ def test_the_tokens_attended_to(prompt, small_slack):
             assert attended == {tuple(sorted(wanted if head // 2 in (0, 2) else range(t + 1)))}
 
 
+@pytest.mark.parametrize("sizes", [(2,), (15,), (3, 12)], ids=str)
+def test_a_later_turn_sees_the_window_of_decoding(sizes, small_slack):
+    """The wide window is of the first prompt: what lies between the two is gone once a token has been decoded."""
+    text = one_hot_text(60)
+    cache = PSACache(text.config(), **SETTINGS, streaming_heads=[[0, 1]])
+    feed(cache, text, 0, 40)
+    decode(cache, text, 40, 41)
+    parts, low = [], 41
+    for size in sizes:
+        parts.append(feed(cache, text, low, low + size))
+        low += size
+    for t, row in enumerate(torch.cat(parts, 2)[0, 0, :, 2], 41):
+        assert row.nonzero().squeeze(1).tolist() == [token for token in range(t + 1) if token < SINK or token > t - WINDOW]
+
+
 def test_rings_of_rows_with_other_lengths_stay_apart(small_slack):
     text = one_hot_text(60, rows=2, heads=2)
     cache = PSACache(text.config(), **SETTINGS, streaming_heads=[[0, 1]])
@@ -192,7 +208,7 @@ def in_pieces(cache, text, end, size, valid=None):
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
-@pytest.mark.parametrize("size", [1, 7, SINK - 1, SINK + 1, PREFILL - 1, PREFILL + 1, SINK + PREFILL + SLACK + 1, 33])
+@pytest.mark.parametrize("size", [1, 7, SINK - 1, SINK + 1, PREFILL - 1, PREFILL + 1, SINK + PREFILL + SLACK_TOKENS + 1, 33])
 def test_pieces_are_the_whole(size, padded, small_slack):
     text = Text(3, 80, LAYERS, HEADS, key_dim=8)
     valid = torch.arange(80) >= torch.tensor([0, 41, 5])[:, None] if padded else None
@@ -244,7 +260,7 @@ def test_padding_takes_no_tokens_place(small_slack):
     one.feed(30, batch=2)
     one.decode(20)
     one.feed(1, valid=torch.zeros(2, 1, dtype=torch.bool))
-    one.crop(SLACK + 1)                                     # the padding, and as many tokens as can be
+    one.crop(SLACK_TOKENS + 1)                              # the padding, and as many tokens as can be
     one.decode(3)
 
 
@@ -316,7 +332,7 @@ def test_a_fork_with_another_min_context(small_slack):
         one.cache.fork(min_context=SINK + PREFILL + 1)
 
 
-@pytest.mark.parametrize("prompt", [SINK, SINK + WINDOW + SLACK - 2, 40])
+@pytest.mark.parametrize("prompt", [SINK, SINK + WINDOW + SLACK_TOKENS - 2, 40])
 def test_tokens_taken_back(prompt, small_slack):
     one = Streams()
     one.feed(prompt, batch=2)
@@ -326,7 +342,7 @@ def test_tokens_taken_back(prompt, small_slack):
     one.decode(1)
     one.crop(1)
     one.decode(14)
-    one.crop(SLACK)
+    one.crop(SLACK_TOKENS)
     one.feed(9)
     one.crop(5)
     one.decode(3)
@@ -336,7 +352,7 @@ def test_more_than_can_be_taken_back_is_refused(small_slack):
     one = Streams()
     one.feed(20, batch=2)
     one.decode(20)
-    for first, then in ((0, SLACK + 1), (2, SLACK - 1), (SLACK, 1)):
+    for first, then in ((0, SLACK_TOKENS + 1), (2, SLACK_TOKENS - 1), (SLACK_TOKENS, 1)):
         if first:
             one.crop(first)
         with pytest.raises(ValueError, match="Nothing was changed"):
@@ -357,9 +373,9 @@ def test_short_rows_give_back_more_than_long_ones(small_slack):
     one.feed(30, batch=2, valid=torch.arange(30) >= pads[:, None])
     one.decode(8)
     with pytest.raises(ValueError, match="Nothing was changed"):
-        one.crop(SLACK + 1)
+        one.crop(SLACK_TOKENS + 1)
     one.select([1])
-    one.crop(SLACK + 1)                                     # the short row has lost nothing yet
+    one.crop(SLACK_TOKENS + 1)                              # the short row has lost nothing yet
     one.decode(20)
 
 
@@ -397,7 +413,7 @@ def test_hiding_too_much_is_refused_before_any_layer_changes(small_slack):
     one.feed(30, batch=2)
     one.decode(10)
     valid = torch.ones(2, 40, dtype=torch.bool)
-    valid[1, -SLACK - 1:] = False
+    valid[1, -SLACK_TOKENS - 1:] = False
     with pytest.raises(ValueError, match="Nothing in the cache was changed"):
         one.hide(valid)
     one.decode(3)
@@ -428,12 +444,12 @@ def test_random_lives(streaming, min_context, small_slack):
             elif name == "select":
                 one.select([rng.randrange(rows) for _ in range(rng.randint(2, 3))])
             elif name == "crop":
-                one.crop(rng.choice([1, 2, 3, 4, SLACK, SLACK + 1]) if number % 30 else one.length)
+                one.crop(rng.choice([1, 2, 3, 4, SLACK_TOKENS, SLACK_TOKENS + 1]) if number % 30 else one.length)
                 if one.length == 0:
                     one.feed(rng.randint(1, 30))
             elif name == "hide":
                 valid = one.valid.clone()
-                valid[rng.randrange(rows), -rng.randint(1, SLACK + 2):] = False
+                valid[rng.randrange(rows), -rng.randint(1, SLACK_TOKENS + 2):] = False
                 if bool(valid.any(1).all()):
                     one.hide(valid)
             elif name == "fork" and len(family) < 3:
@@ -455,9 +471,9 @@ def test_bytes_and_blocks(small_slack):
     one = Streams(min_context=0)
     one.feed(60, batch=2)
     token, pairs = 2 * 8 * 4, len(STREAMING["some"])        # keys and values of one row and head, fp32
-    assert sum(layer.side_bytes() for layer in one.cache.layers) == 2 * pairs * token * (SINK + PREFILL + SLACK)
+    assert sum(layer.side_bytes() for layer in one.cache.layers) == 2 * pairs * token * (SINK + PREFILL + SLACK_TOKENS)
     one.decode(1)
-    assert sum(layer.side_bytes() for layer in one.cache.layers) == 2 * pairs * token * (SINK + WINDOW + SLACK)
+    assert sum(layer.side_bytes() for layer in one.cache.layers) == 2 * pairs * token * (SINK + WINDOW + SLACK_TOKENS)
     pool = one.cache.sparse_layers[0].pool
     held = 2 * (LAYERS * HEADS - pairs) * -(-61 // 4)
     assert held <= pool.blocks_in_use() <= held + 2 * (LAYERS * HEADS - pairs)
@@ -468,7 +484,7 @@ def test_bytes_and_blocks(small_slack):
     assert stats["bytes"]["device"] < 0.75 * dense
     assert [entry["kind"] for entry in stats["layers"]] == ["split", "split"]
     one.decode(100)
-    assert sum(layer.side_bytes() for layer in one.cache.layers) == 2 * pairs * token * (SINK + WINDOW + SLACK)
+    assert sum(layer.side_bytes() for layer in one.cache.layers) == 2 * pairs * token * (SINK + WINDOW + SLACK_TOKENS)
     one.reset()
     assert pool.blocks_in_use() == 0 and sum(layer.side_bytes() for layer in one.cache.layers) == 0
 
@@ -477,10 +493,10 @@ def test_the_ring_stays_wide_while_a_row_needs_it(small_slack):
     one = Streams(min_context=20)
     one.feed(30, batch=2, valid=torch.arange(30) >= torch.tensor([0, 22])[:, None])
     one.decode(17)                                          # the short row has 25 tokens, and may yet fall below 20
-    assert {ring.columns for ring in one.rings} == {SINK + PREFILL + SLACK}
+    assert {ring.columns for ring in one.rings} == {SINK + PREFILL + SLACK_TOKENS}
     one.decode(1)
-    assert {ring.columns for ring in one.rings} == {SINK + WINDOW + SLACK}
-    one.crop(SLACK)
+    assert {ring.columns for ring in one.rings} == {SINK + WINDOW + SLACK_TOKENS}
+    one.crop(SLACK_TOKENS)
     one.decode(12)
 
 

@@ -6,21 +6,23 @@ Prompts see the window of decoding here (`streaming_prefill_window`), so that th
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from hf_sparse import PSACache, patch_model, patched
 from hf_sparse.cache.layer import PSALayer
-from hf_sparse.cache.ring import SLACK, StreamingRing
 from hf_sparse.cache.split import SplitLayer
+from hf_sparse.cache.streaming_ring import SLACK_TOKENS, StreamingRing
 from hf_sparse.cache.window import WindowLayer
 from hf_sparse.compat import AttentionInterface, AttentionMaskInterface, sdpa_mask
+from hf_sparse.patches import checks
 from tests.cache.test_interrupts import Fault
 from tests.families.build import tiny_model
-from tests.models import get_draft_model, get_model
+from tests.models import VOCAB_SIZE, get_draft_model, get_model
 from tests.parity import assert_same_run, reference, upstream_failure
 from tests.scenarios import PLAIN, SCENARIOS, make_prompt, pad_left, padded_prompts, run_generate
 
@@ -149,7 +151,7 @@ def test_only_streaming_heads():
     stats = cache.stats()
     assert not cache.state.pools and not cache.sparse_layers and stats["blocks_read"] == 0
     # Keys and values of three rows and four heads of 16 channels.
-    assert stats["bytes"] == {"device": 3 * 4 * (SINK + WINDOW + SLACK) * 2 * 16 * 4, "host": 0, "digest": 0}
+    assert stats["bytes"] == {"device": 3 * 4 * (SINK + WINDOW + SLACK_TOKENS) * 2 * 16 * 4, "host": 0, "digest": 0}
 
 
 def test_a_host_tier_changes_nothing():
@@ -236,15 +238,15 @@ def test_padding_after_an_end_that_is_too_long_is_refused_before_any_change():
     model, mask = get_model("llama"), prompts()[1]
     with patched(model, **settings):
         cache = PSACache(model.config, **settings)
-        first = generate(cache, max_new_tokens=SLACK + 10)["tokens"]
+        first = generate(cache, max_new_tokens=SLACK_TOKENS + 10)["tokens"]
         longer = torch.cat([first, make_prompt(6, seed=1).view(3, 2)], 1)
-        seen = torch.cat([mask, torch.ones(3, SLACK + 12, dtype=torch.long)], 1)
+        seen = torch.cat([mask, torch.ones(3, SLACK_TOKENS + 12, dtype=torch.long)], 1)
         hidden = seen.clone()
-        hidden[1, -SLACK - 9:-2] = 0
+        hidden[1, -SLACK_TOKENS - 9:-2] = 0
         with pytest.raises(ValueError, match="Nothing in the cache was changed"):
             run_generate(model, cache, input_ids=longer, attention_mask=hidden, max_new_tokens=2)
         other = PSACache(model.config, **settings)
-        generate(other, max_new_tokens=SLACK + 10)
+        generate(other, max_new_tokens=SLACK_TOKENS + 10)
         got, want = (run_generate(model, one, input_ids=longer, attention_mask=seen, max_new_tokens=2)
                      for one in (cache, other))
         assert_same_run(got, want, 1e-6)
@@ -290,6 +292,54 @@ def test_a_profile_of_another_model():
         with pytest.raises(ValueError, match=match):
             patch_model(model, **SETTINGS, streaming_heads=(pair,))
     assert model.config._attn_implementation == "eager"
+
+
+def lookup(model, cache, tokens: int):
+    """Drafts from the prompt, in which any token of the vocabulary is followed by many others; few of them are right."""
+    options = dict(prompt_lookup_num_tokens=tokens, max_matching_ngram_size=1, eos_token_id=VOCAB_SIZE)
+    return run_generate(model, cache, input_ids=make_prompt(400, seed=5)[None], max_new_tokens=16, **options)
+
+
+def test_drafts_may_be_as_long_as_what_can_be_taken_back(monkeypatch):
+    model, cropped, crop = get_model("llama"), [], SplitLayer.crop
+    settings = dict(SETTINGS, streaming_heads=((0, 1), (1, 0)))
+    with patched(model, **settings):
+        plain = run_generate(model, None, input_ids=make_prompt(400, seed=5)[None], max_new_tokens=16, eos_token_id=VOCAB_SIZE)
+        monkeypatch.setattr(SplitLayer, "crop", lambda layer, count: (cropped.append(int(count)), crop(layer, count))[1])
+        assert_same_run(lookup(model, None, SLACK_TOKENS), plain)
+        assert -min(cropped) == SLACK_TOKENS
+        # One more would fail half way, which is why it is refused.
+        monkeypatch.setattr(checks, "_check_drafts", lambda *args: None)
+        with pytest.raises(ValueError, match=f"not {SLACK_TOKENS + 1}"):
+            lookup(model, None, SLACK_TOKENS + 1)
+
+
+def assistant(**settings) -> dict:
+    draft = copy.deepcopy(get_draft_model("llama"))
+    draft.generation_config.update(**settings)
+    return dict(assistant_model=draft)
+
+
+LONGER = SLACK_TOKENS + 1
+LONG_DRAFTS = {
+    "lookup": (lambda: dict(prompt_lookup_num_tokens=LONGER), f"prompt_lookup_num_tokens={LONGER}: .*up to {SLACK_TOKENS} .*Lower"),
+    "lookup-by-config": (lambda: dict(generation_config=GenerationConfig(prompt_lookup_num_tokens=LONGER)), f"={LONGER}: .*Lower"),
+    "assistant": (lambda: assistant(num_assistant_tokens=LONGER), f"num_assistant_tokens={LONGER}: .*up to {SLACK_TOKENS} .*Lower"),
+    "growing": (lambda: assistant(num_assistant_tokens_schedule="heuristic"), "='heuristic' lets drafts grow.*'constant'"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), LONG_DRAFTS.values(), ids=LONG_DRAFTS)
+def test_longer_drafts_are_refused_before_anything_is_computed(options, message):
+    model, settings = get_model("llama"), dict(SETTINGS, streaming_heads=((0, 1),))
+    with patched(model, **settings):
+        cache = PSACache(model.config, **settings)
+        for given in (dict(past_key_values=cache), {}):
+            with pytest.raises(ValueError, match=message):
+                model.generate(make_prompt(40, seed=5)[None], max_new_tokens=4, **options(), **given)
+        assert cache.tokens == 0 and not cache.layers[0].is_initialized and model.last_psa_cache is None
+    with patched(model, SETTINGS):                          # without streaming heads there is no such limit
+        model.generate(make_prompt(40, seed=5)[None], max_new_tokens=2, **options())
 
 
 def test_assistants_and_their_models():

@@ -59,8 +59,8 @@ def test_heads_of_a_profile_stream(sparsity):
     """The windows are wider than the text."""
     expected = generate(DynamicCache(config=model().config))
     gates = torch.tensor([[0.1, 0.2], [0.9, 0.8]])
-    heads = HeadProfile(gates, (1, 3), {}).streaming(sparsity=sparsity)
-    with patched(model(), streaming_heads=heads, **SETTINGS):
+    heads = HeadProfile(gates, (1, 3), {}).settings(sparsity=sparsity)
+    with patched(model(), **heads, **SETTINGS):
         torch.testing.assert_close(generate(), expected, rtol=0, atol=1e-4)
         assert model().last_psa_cache.state.heads == {0.25: (1, 2), 0.5: (2,), 1.0: ()}[sparsity]
 

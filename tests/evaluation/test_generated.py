@@ -10,15 +10,10 @@ import torch
 from hf_sparse import PSAConfig, patched
 from hf_sparse.evaluation import DenseDecodeError, Haystack, default_paragraphs, generated, prefill
 from hf_sparse.evaluation.generated import FreeQuestion, cut, generate_answer
-from tests.text_model import text_model, text_tokenizer
+from tests.text_model import text_model
 
 SPARSE = dict(threshold=0.6, min_context=0, block_size=4)
 TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return text_tokenizer()
 
 
 @pytest.fixture(scope="module")

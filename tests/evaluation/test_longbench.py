@@ -25,11 +25,6 @@ RECORD = {
 LONG = 10_000
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return text_tokenizer()
-
-
 @pytest.fixture
 def plain(tokenizer, monkeypatch):
     """The tokenizer without a chat template."""

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 
 from hf_sparse import PSAConfig, patched
 from hf_sparse.cache.handle import Pending
+from hf_sparse.cache.kept import KeptSelection
 from hf_sparse.commands.main import main
 from hf_sparse.evaluation.cells import CellFile, model_id
 from hf_sparse.evaluation.decoding import answers as real_answers
@@ -24,7 +26,7 @@ from hf_sparse.kernels.reference.quantise import dequantise_blocks, packed_bytes
 from tests import references
 from tests.evaluation.test_simulated import BASE, QUESTIONS, TOKENS, draw
 from tests.models import get_model
-from tests.text_model import text_model, text_tokenizer
+from tests.text_model import save_text_model, text_model
 
 N, HEADS, GROUP, D, DV = 131, 3, 2, 12, 20                  # context tokens: no multiple of a block
 
@@ -139,7 +141,7 @@ def llama():
 
 @pytest.mark.parametrize("text", [
     "psa/rounds/kv_bits=8", "psa/rounds/kv_bits=4/streaming_heads=0:1+1:0/streaming_sink=9/streaming_window=27",
-    "topk@0.3/kv_bits=4", "psa/rounds/reuse=3", "psa/rounds/reuse=3/reuse_refresh=1", "quest@0.3/reuse=3/kv_bits=8",
+    "topk@0.3/kv_bits=4", "psa/rounds/reuse=3", "psa/rounds/reuse=3/reuse_refresh=0", "quest@0.3/reuse=3/kv_bits=8",
     "lserve@128/block_size=32/reuse=4/streaming_heads=0:0/streaming_sink=32/streaming_window=50/kv_bits=4",
 ], ids=lambda text: text.replace("/", "_"))  # fmt: skip
 def test_a_simulation_reads_and_answers_as_the_cache_does(text):
@@ -238,8 +240,11 @@ def test_heads_that_the_model_has_not_are_refused(llama):
 class Profile:
     """Heads in a fixed order."""
 
-    def streaming(self, *, sparsity: float):
-        return ((1, 1), (0, 1), (1, 0), (0, 0))[:round(4 * sparsity)]
+    def __init__(self, **sizes):
+        self.sizes = sizes
+
+    def settings(self, *, sparsity: float) -> dict:
+        return {"streaming_heads": ((1, 1), (0, 1), (1, 0), (0, 0))[:round(4 * sparsity)], **self.sizes}
 
 
 def test_a_profile_says_which_heads_stream(llama):
@@ -257,54 +262,60 @@ def test_a_profile_says_which_heads_stream(llama):
         with_heads([parse_policy("psa/streaming=0.1")], Profile())
 
 
+def test_a_profile_of_another_sink_or_window_is_said():
+    policies = [parse_policy("psa/streaming=0.5/streaming_window=64", BASE)]
+    with pytest.warns(UserWarning, match="has streaming_sink=128, streaming_window=64, but the profile's heads were measured with "
+                                         "streaming_sink=128, streaming_window=256"):
+        (policy,) = with_heads(policies, Profile(streaming_sink=128, streaming_window=256))
+    assert (policy.config.streaming_sink, policy.config.streaming_window) == (128, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_heads(policies, Profile(streaming_sink=128, streaming_window=64))
+        with_heads(policies, Profile(streaming_window=64))
+
+
 # -- reuse ----------------------------------------------------------------------------------------------------------
 
 
-def kept_by_hand(chosen, start, masses, always, estimate, token_level, reuse, drop):
+def kept_by_hand(start, query, reuse, cosine):
     """Token by token, row by row, head by head, in plain Python: the indices of the tokens whose selections are read."""
-    R, T, H, G, count = masses.shape
+    R, T, H, G, _ = query.shape
     source = torch.zeros(R, T, H, dtype=torch.long)
     for r in range(R):
         for h in range(H):
-            at, fallen, before = None, False, 1.0
+            at = None
             for t in range(T):
-                if at is None or t - at >= reuse or start[r, t] != start[r, t - 1] or fallen:
+                pairs = [] if at is None else zip(query[r, t, h].tolist(), query[r, at, h].tolist(), strict=True)
+                turned = any(sum(map(math.prod, zip(*pair, strict=True))) / math.hypot(*pair[0]) / math.hypot(*pair[1]) < cosine
+                             for pair in pairs)
+                if at is None or t - at >= reuse or start[r, t] != start[r, t - 1] or cosine and turned:
                     at = t
                 source[r, t, h] = at
-                gathered = [math.exp(always[r, t, h, g]) + sum(math.exp(masses[r, t, h, g, n]) for n in range(count)
-                                                               if chosen[r, at, h, n]) for g in range(G)]
-                if at == t:
-                    left = []
-                    for g in range(G):
-                        share = [math.exp(estimate[r, t, h, g, n]) for n in range(count)]
-                        inside = sum(x for n, x in enumerate(share) if chosen[r, t, h, n])
-                        held = gathered[g] - math.exp(always[r, t, h, g])
-                        left.append((sum(share) - inside) * (1 if token_level or not inside else held / inside))
-                now = sum(mass / (mass + rest) for mass, rest in zip(gathered, left, strict=True)) / G
-                before = now if at == t else before
-                fallen = now < before - drop
     return source
 
 
-@pytest.mark.parametrize("pieces", [[17], [3, 1, 1, 12]], ids=["one-forward", "four-forwards"])
-@pytest.mark.parametrize("drop", [0.02, 0.2])
-@pytest.mark.parametrize("token_level", [True, False], ids=["masses", "ranks-only"])
-def test_a_selection_is_given_up_when_it_gathers_less(token_level, drop, pieces):
+def wandering(R, T, H, G, D, step):
+    """Queries [R, T, H, G, D] that turn a little at each token."""
     generator = torch.Generator().manual_seed(3)
+    query = [torch.randn(R, H, G, D, generator=generator)]
+    for _ in range(T - 1):
+        query.append((1 - step**2)**0.5 * query[-1] + step * torch.randn(R, H, G, D, generator=generator))
+    return torch.stack(query, 1) * torch.rand(R, T, H, G, 1, generator=generator)
+
+
+@pytest.mark.parametrize("pieces", [[17], [3, 1, 1, 12]], ids=["one-forward", "four-forwards"])
+@pytest.mark.parametrize("cosine", [0, 0.85, 0.93])
+def test_a_selection_is_given_up_when_a_query_turns_away(cosine, pieces):
     R, T, H, G, count = 2, 17, 3, 2, 11
-    masses = torch.randn(R, T, H, G, count, generator=generator) * 2
-    always = torch.randn(R, T, H, G, generator=generator)
-    chosen = torch.rand(R, T, H, count, generator=generator) < 0.4
-    estimate = masses + torch.randn(R, T, H, G, count, generator=generator) + 1
-    estimate[..., -2:] = -math.inf                          # not ranked
-    chosen[..., -2:] = False
+    query = wandering(R, T, H, G, 24, 0.25)
+    chosen = torch.rand(R, T, H, count, generator=torch.Generator().manual_seed(5)) < 0.4
     start = torch.full((R, T), 20)
     start[1, 6:] = 22
-    source = kept_by_hand(chosen, start, masses, always, estimate, token_level, 5, drop)
-    reuse, first, out, fresh = Reuse(PSAConfig(reuse=5, reuse_refresh=drop), token_level), 0, [], []
+    source = kept_by_hand(start, query.double(), 5, cosine)
+    reuse, first, out, fresh = Reuse(PSAConfig(reuse=5, reuse_refresh=cosine)), 0, [], []
     for width in pieces:
-        mine = (x[:, first:first + width].flatten(0, 1) for x in (chosen, start, masses, always, estimate))
-        kept, new = reuse(*mine, R)
+        mine = slice(first, first + width)
+        kept, new = reuse(chosen[:, mine].flatten(0, 1), start[:, mine].flatten(), query[:, mine])
         out.append(kept.unflatten(0, (R, width)))
         fresh.append(new.unflatten(0, (R, width)))
         first += width
@@ -312,15 +323,29 @@ def test_a_selection_is_given_up_when_it_gathers_less(token_level, drop, pieces)
     assert torch.equal(torch.cat(out, 1), wanted)
     own = source == torch.arange(T)[:, None]
     assert torch.equal(torch.cat(fresh, 1), own)
-    assert own.any(2).sum() > R * 4 and not own.all()       # sooner than every fifth, and some are kept
+    assert own.sum() == 9 * H if cosine == 0 else 9 * H < own.sum() < R * T * H
 
 
-def test_smaller_drops_select_anew_more_often(llama):
+def test_the_rule_is_that_of_the_cache():
+    R, T, H, G = 2, 12, 3, 2
+    query, order = wandering(R, T, H, G, 24, 0.25), torch.arange(R * T * H).view(R, T, H, 1)
+    start = torch.tensor([[2] * T, [3] * 5 + [4] * (T - 5)])
+    simulated, kept, ones = Reuse(PSAConfig(reuse=4, reuse_refresh=0.85)), KeptSelection(), torch.ones(R, H, dtype=torch.long)
+    _, expected = simulated(torch.ones(R * T, H, 1, dtype=torch.bool), start.flatten(), query)
+    for token in range(T):
+        fresh = kept.due(query[:, token], start[:, token], 100 + token, 4, 0.85)
+        got, _ = kept.plan(fresh, order[:, token], ones[:, 0])
+        kept.keep(fresh, query[:, token], start[:, token], 100 + token, ones)
+        assert torch.equal(fresh, expected.unflatten(0, (R, T))[:, token])
+        assert torch.equal(got[..., 0] == order[:, token, :, 0], fresh)
+    assert not expected.all() and expected.float().mean() > 0.3
+
+
+def test_higher_cosines_select_anew_more_often(llama):
     one = QUESTIONS[1:]
-    selected = [run(llama, f"psa/reuse=4{end}", one)[1].stats()["selected"]
-                for end in ("/reuse_refresh=1", "/reuse_refresh=0.2", "/reuse_refresh=0")]
+    selected = [run(llama, f"psa/reuse=4/reuse_refresh={cosine}", one)[1].stats()["selected"] for cosine in (0, 0.05, 1)]
     # 18 tokens and a unit that closes before token 13: selected at 0, 4, 8, 12, 13 and 17 anyway.
-    assert selected[0] == 6 / 18 < selected[1] < selected[2] < 1
+    assert selected[0] == 6 / 18 < selected[1] < selected[2] <= 1
 
 
 # -- the grid and the commands --------------------------------------------------------------------------------------
@@ -331,8 +356,7 @@ def directory(tmp_path_factory):
     """A model with its tokenizer and a profile of its heads, in which the first KV head of each layer needs the most."""
     path = tmp_path_factory.mktemp("model")
     model = text_model()
-    model.save_pretrained(path)
-    text_tokenizer().save_pretrained(path)
+    save_text_model(path)
     heads = model.config.num_key_value_heads
     layers = tuple(range(model.config.num_hidden_layers))
     HeadProfile(torch.linspace(1, 0, heads).expand(len(layers), -1), layers).save(path / "heads")
@@ -358,7 +382,7 @@ def test_a_grid_compares_with_exact_attention_only(haystack, tokenizer):
     assert 0.3 < found["dense/kv_bits=4"].hbm_fraction < found["dense/kv_bits=4"].kv_fraction == 1
     assert found["dense/streaming=0.5" + SMALL].hbm_fraction == found["dense/streaming=0.5" + SMALL].kv_fraction < 0.6
     settings = next(cell.settings for cell in cells.cells.values() if "streaming" in cell.policy)
-    assert settings["streaming_heads"] == [list(pair) for pair in heads.streaming(sparsity=0.5)]
+    assert settings["streaming_heads"] == [list(pair) for pair in heads.settings(sparsity=0.5)["streaming_heads"]]
 
 
 def test_eval_takes_a_profile_of_heads(directory, capsys):

@@ -19,6 +19,7 @@ from hf_sparse.evaluation.policies import NAMES, parse_policies, parse_policy
         ("psa@0.9/cuboid_mean", "cuboid_mean", "window", "rounds", {"threshold": 0.9}),
         ("psa/cuboid_mean/true@0.9", "cuboid_mean", "true", "rounds", {"threshold": 0.9, "round_blocks": 1, "round_growth": 1.0}),
         ("psa/key_bits/key_bits=3", "key_bits", "estimate", "cut", {"key_bits": 3}),
+        ("psa/key_planes/kv_bits=4", "key_planes", "estimate", "cut", {"kv_bits": 4}),
         ("psa/group_stop=min@0.7", "channel_codes", "estimate", "cut", {"threshold": 0.7, "group_stop": "min"}),
         ("psa/max_blocks=none/dense_layers=0+1", "channel_codes", "estimate", "cut", {"max_blocks": None, "dense_layers": (0, 1)}),
         ("topk@0.08", "channel_codes", "estimate", "rounds", {"policy": "top_k", "top_k": 0.08}),

@@ -31,11 +31,6 @@ QA = {"input": "Answer the question based on the given documents. Only give me t
       "outputs": ["Ada", "Ada Lovelace"], "answer_prefix": " Answer:"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return text_tokenizer()
-
-
 def write(path, *records):
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records), encoding="utf-8")

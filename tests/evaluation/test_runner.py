@@ -16,7 +16,7 @@ from hf_sparse.evaluation.policies import parse_policies, parse_policy
 from hf_sparse.evaluation.samples import Sample
 from hf_sparse.evaluation.summary import layers_table, mass_quantile, rows, rows_table
 from hf_sparse.evaluation.work import check_lengths, file_work, task_work
-from tests.text_model import CONTEXT, text_model, text_tokenizer
+from tests.text_model import CONTEXT, save_text_model, text_model
 
 BASE = PSAConfig(threshold=0.6, min_context=0, block_size=8)
 POLICIES = parse_policies("psa,topk@0.3,oracle@0.6", BASE)
@@ -364,8 +364,7 @@ def test_the_benchmark_writes_rows_and_goes_on(tmp_path, capsys, monkeypatch):
     pytest.importorskip("triton")                           # its version is told
     from benchmarks import fidelity
 
-    text_model().save_pretrained(tmp_path / "model")
-    text_tokenizer().save_pretrained(tmp_path / "model")
+    save_text_model(tmp_path / "model")
     out = tmp_path / "results" / "fidelity.json"
     arguments = ["--model", str(tmp_path / "model"), "--name", "Tiny", "--lengths", "600", "--questions", "6", "--quiet",
                  "--tasks", "needles,copy", "--policies", "psa@0.6,topk@0.3", "--device", "cpu", "--out", str(out)]

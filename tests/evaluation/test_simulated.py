@@ -49,7 +49,7 @@ def both(family: str, text: str, base: PSAConfig, questions=QUESTIONS):
 BASE = PSAConfig(block_size=8, min_context=0, threshold=0.7, round_blocks=2)
 POLICIES = (
     "psa/rounds", "psa@0.95/rounds", "psa/rounds/round_blocks=1/round_growth=1", "psa/rounds/group_stop=min", "psa/key_bits/rounds",
-    "psa/key_bits/key_bits=1/rounds", "psa/rounds/group_reduction=max", "psa/rounds/max_blocks=21",
+    "psa/key_bits/key_bits=1/rounds", "psa/key_planes/rounds", "psa/rounds/group_reduction=max", "psa/rounds/max_blocks=21",
     "psa@1.0/rounds/max_blocks=21", "psa/rounds/min_blocks=25",
     "psa/rounds/min_blocks=0.4",
     "psa/rounds/sink_blocks=2/recent_blocks=3", "psa/rounds/sink_blocks=0/recent_blocks=0", "psa/cuboid_mean/window",
@@ -214,7 +214,7 @@ def test_the_true_stop_gathers_the_mass_whatever_the_ranking(llama, text):
 def test_a_reused_selection_stays_for_its_tokens(llama):
     one = QUESTIONS[1]
     (plain,), fresh = run(llama, "psa", (one,))
-    (kept,), reused = run(llama, "psa/reuse=3/reuse_refresh=1", (one,))
+    (kept,), reused = run(llama, "psa/reuse=3/reuse_refresh=0", (one,))
     fresh, reused = fresh.layers()[0], reused.layers()[0]
     # A unit closes before token 13, and all heads select anew.
     source = torch.tensor([t // 3 * 3 for t in range(13)] + [13 + t // 3 * 3 for t in range(5)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, and which of the KV heads stream (None: all). `lengths`: real tokens of the rows."""
+    """Sizes, and which of the KV heads stream (None: all)."""
 
     tokens: int
     queries: int
@@ -23,7 +23,6 @@ class Case:
     window: int = 20
     softcap: float = 0.0
     sinks: bool = False
-    lengths: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -31,25 +30,17 @@ class Case:
         parts += [f"Dv{self.value_dim}"] * (self.value_dim is not None)
         parts += ["streaming-" + ("".join(map(str, self.streaming or ())) or "none")] * (self.streaming is not None)
         parts += ["softcap"] * (self.softcap > 0) + ["sinks"] * self.sinks
-        parts += ["lengths-" + "-".join(map(str, self.lengths or ()))] * (self.lengths is not None)
         return "-".join([*parts, str(self.dtype).removeprefix("torch.")])
 
     def tensors(self, device="cpu", seed: int = 0) -> dict[str, Tensor | None]:
-        """Arguments of `prefill_attention`. What lies behind a row's length is NaN."""
+        """Arguments of `prefill_attention`."""
         generator = torch.Generator().manual_seed(seed)
         draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-        batch = len(self.lengths) if self.lengths is not None else 2
-        query = draw(batch, self.heads * self.group, self.queries, self.dim) * 2
-        keys = draw(batch, self.heads, self.tokens, self.dim)
-        values = draw(batch, self.heads, self.tokens, self.value_dim or self.dim)
-        lengths = None
-        if self.lengths is not None:
-            lengths = torch.tensor(self.lengths)
-            padding = (torch.arange(self.tokens) >= lengths[:, None])[:, None, :, None]
-            keys, values = keys.masked_fill(padding, torch.nan), values.masked_fill(padding, torch.nan)
-            query = query.masked_fill(padding[:, :, -self.queries:], torch.nan)
+        query = draw(2, self.heads * self.group, self.queries, self.dim) * 2
+        keys = draw(2, self.heads, self.tokens, self.dim)
+        values = draw(2, self.heads, self.tokens, self.value_dim or self.dim)
         parts = {"query": query.to(self.dtype), "keys": keys.to(self.dtype), "values": values.to(self.dtype),
-                 "sinks": draw(self.heads * self.group) if self.sinks else None, "lengths": lengths}
+                 "sinks": draw(self.heads * self.group) if self.sinks else None}
         return {name: None if part is None else part.to(device) for name, part in parts.items()}
 
     @property
@@ -62,7 +53,7 @@ class Case:
     def tolerance(self) -> dict[str, float]:
         return dict(rtol=0, atol=2e-5 if self.dtype == torch.float32 else 16 * torch.finfo(self.dtype).eps)
 
-    def expected(self, query, keys, values, sinks, lengths, window: int | None = None) -> Tensor:
+    def expected(self, query, keys, values, sinks, window: int | None = None) -> Tensor:
         """[B, Hq, Q, Dv] float64, a query at a time in plain sums; `window`: another one than the case's."""
         window = self.window if window is None else window
         batch, query_heads, queries, _ = query.shape
@@ -70,13 +61,10 @@ class Case:
         query, keys, values = (part.cpu().double() for part in (query, keys, values))
         j = torch.arange(self.tokens)
         for b in range(batch):
-            length = self.tokens if lengths is None else int(lengths[b])
             for own in range(query_heads):
                 head = own // self.group
                 for i in range(queries):
                     t = self.tokens - queries + i
-                    if t >= length:
-                        continue
                     seen = j <= t
                     if self.streams(head):
                         seen = seen & ((j < self.sink) | (j > t - window))
@@ -109,15 +97,12 @@ CASES = [
     # Which heads stream.
     *[Case(90, 90, heads=3, group=1, streaming=streaming) for streaming in ((), (0,), (1,), (2,), (0, 2), (0, 1, 2))],
     Case(90, 21, heads=4, group=3, streaming=(1, 2)),
-    # Soft caps, sink logits, padding.
+    # Soft caps, sink logits.
     Case(90, 90, softcap=2.0),
     Case(90, 90, sinks=True),
     Case(90, 33, softcap=2.0, sinks=True, streaming=(1,)),
-    *[Case(90, queries, lengths=(90, 0, 41, 1, 75), streaming=streaming) for queries in (90, 33) for streaming in ((1,), None)],
-    Case(90, 90, lengths=(64, 33), softcap=2.0, sinks=True, streaming=(0,)),
-    Case(90, 90, lengths=(0, 0)),
     # 16 bits.
     Case(129, 129, group=3, dim=64, dtype=HALF),
     Case(129, 50, dim=80, value_dim=96, streaming=(0,), sinks=True, dtype=HALF),
-    Case(129, 129, dim=128, lengths=(129, 70), softcap=5.0, streaming=(1,), dtype=HALF),
+    Case(129, 129, dim=128, softcap=5.0, streaming=(1,), dtype=HALF),
 ]

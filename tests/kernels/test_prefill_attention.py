@@ -47,7 +47,7 @@ def test_one_launch_against_float64(case, device):
         heads = torch.tensor(dense + streaming, dtype=torch.int32, device=device)
     query, keys, values = parts["query"], parts["keys"], parts["values"]
     out = torch.full((*query.shape[:3], values.shape[-1]), torch.nan, dtype=case.dtype, device=device)
-    ops.prefill(out, query, keys, values, heads, len(dense), *settings(case), parts["sinks"], parts["lengths"])
+    ops.prefill(out, query, keys, values, heads, len(dense), *settings(case), parts["sinks"])
     assert_right(out, case.expected(**parts), case)
 
 
@@ -57,7 +57,7 @@ def test_one_launch_against_float64(case, device):
 def test_many_tiles_on_a_gpu(shape, dtype):
     """Rows of many whole tiles, which the interpreter is too slow for."""
     case = Case(1500, 1100, heads=3, group=2, dim=shape[0], value_dim=shape[1], streaming=(0, 2), sink=128, window=401,
-                dtype=dtype, lengths=(1500, 1203))
+                dtype=dtype)
     parts = case.tensors("cuda")
     assert_right(layer(case, parts), case.expected(**parts), case)
 
@@ -67,7 +67,7 @@ def test_many_tiles_on_a_gpu(shape, dtype):
 
 @pytest.mark.parametrize("step", [1, 7, 64])
 @pytest.mark.parametrize("case", [
-    Case(150, 150, window=33, sink=37), Case(150, 70, window=60, lengths=(150, 120), sinks=True, streaming=(1,)),
+    Case(150, 150, window=33, sink=37), Case(150, 70, window=60, sinks=True, streaming=(1,)),
     Case(90, 90, window=1, sink=0, softcap=2.0),
 ], ids=str)
 def test_pieces_do_not_show(case, step, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_long_row_holds_no_logits_of_all_keys(monkeypatch):
     one_row = {name: None if part is None else part[:1] for name, part in parts.items()}
     with Largest() as largest:
         out = torch.zeros(1, 1, tokens, 4)
-        reference.prefill(out, one_row["query"], one_row["keys"], one_row["values"], None, 0, *settings(case), None, None)
+        reference.prefill(out, one_row["query"], one_row["keys"], one_row["values"], None, 0, *settings(case), None)
     assert largest.elements <= parts["keys"].numel() < tokens * tokens // 100
     last = slice(tokens - 20, tokens)
     short = Case(tokens, 20, heads=1, group=1, dim=4, sink=16, window=100)
@@ -154,8 +154,6 @@ def calls(monkeypatch):
     (Case(26, 26, heads=4), [([0, 1, 2, 3], 0)]),
     (Case(60, 60, heads=4, streaming=(1,), sinks=True), [([0, 2, 3, 1], 3)]),
     (Case(60, 60, heads=4, streaming=(1,), softcap=1.0), [([0, 2, 3, 1], 3)]),
-    (Case(60, 60, heads=4, streaming=(1,), lengths=(60, 9)), [([0, 2, 3, 1], 3)]),
-    (Case(60, 60, heads=4, streaming=(), lengths=(60, 9)), [([0, 1, 2, 3], 4)]),
     (Case(60, 20, heads=4, streaming=(1,)), [([0, 2, 3, 1], 3)]),    # without flash attention it would take a mask
 ], ids=str)
 def test_ways(case, expected, calls):
@@ -200,7 +198,7 @@ def test_the_op_is_opaque_to_compilation():
     parts = case.tensors()
     heads = torch.tensor([1], dtype=torch.int32)
     out = torch.zeros(2, 4, 40, 16)
-    args = (out, parts["query"], parts["keys"], parts["values"], heads, 0, *settings(case), None, None)
+    args = (out, parts["query"], parts["keys"], parts["values"], heads, 0, *settings(case), None)
     torch.library.opcheck(ops.prefill, args)
 
 

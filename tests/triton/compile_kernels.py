@@ -18,8 +18,8 @@ from hf_sparse.cache.static import decode_policy
 from hf_sparse.kernels import decode, prefetch, streaming, tiering
 from hf_sparse.kernels.reference.quantise import packed_bytes
 
-POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.int8: "*i8", torch.float32: "*fp32", torch.float16: "*fp16",
-            torch.bfloat16: "*bf16"}
+POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.int8: "*i8", torch.uint8: "*u8", torch.float32: "*fp32",
+            torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 # query heads a group, head dim, block size, dtype, softcap, sinks, policy, eviction with a host tier
 CASES = [
@@ -36,7 +36,8 @@ CASES = [
     (2, 256, 32, torch.float32, 0.0, False, {"kv_bits": 8}, None),
     (4, 128, 32, torch.bfloat16, 0.0, False, {"streaming_heads": [(0, 1)]}, "decayed"),
     (3, 80, 16, torch.float16, 30.0, True, {"streaming_heads": [(0, 1)], "kv_bits": 4}, None),
-    (7, 64, 64, torch.float16, 0.0, True, {"streaming_heads": [(0, 1)], "policy": "top_k", "top_k": 9, "digest": "pages"}, None),
+    (7, 64, 64, torch.float16, 0.0, True, {"streaming_heads": [(0, 1)], "policy": "top_k", "top_k": 9, "digest": "pages", "reuse": 4},
+     None),
     (2, 256, 32, torch.float32, 0.0, False, {"streaming_heads": [(0, 1)]}, None),
 ]
 STREAMING = 3                                               # where some heads stream: as many, of 5 KV heads

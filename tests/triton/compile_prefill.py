@@ -16,12 +16,12 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from hf_sparse.kernels import prefill_kernel
-from hf_sparse.kernels.prefill_kernel import FLOAT_TILES, LARGE_TILES, SMALL_TILES, Tile
+from hf_sparse.kernels.prefill_kernel import FLOAT_TILES, HOPPER_TILES, LARGE_TILES, SMALL_TILES
 
 from .compile_kernels import OPTIONS, POINTERS, Recorder
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# query heads a group, key dim, value dim, type, softcap, sinks and lengths and heads, queries, tile
+# query heads a group, key dim, value dim, type, softcap, sinks and heads, queries, tile
 CASES = [
     (4, 64, 64, torch.bfloat16, 0.0, False, 4096, LARGE_TILES[64]),
     (4, 128, 128, torch.bfloat16, 0.0, False, 4096, LARGE_TILES[128]),
@@ -32,7 +32,8 @@ CASES = [
     (3, 80, 96, torch.float16, 30.0, True, 300, LARGE_TILES[128]),
     (1, 128, 128, torch.float32, 0.0, False, 300, FLOAT_TILES[128]),
     (7, 256, 64, torch.float32, 0.0, True, 5, FLOAT_TILES[256]),
-    (4, 128, 128, torch.bfloat16, 0.0, True, 4096, Tile(128, 128, 8, 2, True)),
+    (4, 128, 128, torch.bfloat16, 0.0, True, 4096, HOPPER_TILES[128]),
+    (2, 256, 256, torch.bfloat16, 30.0, False, 4096, HOPPER_TILES[256]),
 ]
 
 
@@ -41,13 +42,13 @@ def record(group, key_dim, value_dim, dtype, softcap, extras, queries, tile):
     launches: list = []
     kernel = prefill_kernel.prefill_kernel
     make = lambda heads, dim: torch.zeros(1, heads, queries, dim, dtype=dtype)  # noqa: E731
-    heads = lengths = sinks = None
+    heads = sinks = None
     if extras:
-        heads, lengths, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.zeros(2 * group)
+        heads, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(2 * group)
     try:
         prefill_kernel.prefill_kernel = Recorder(kernel, launches)
         prefill_kernel.launch(make(2 * group, value_dim), make(2 * group, key_dim), make(2, key_dim), make(2, value_dim), heads,
-                              0, 128, 4096, 0.1, softcap, sinks, lengths, tile)
+                              0, 128, 4096, 0.1, softcap, sinks, tile)
     finally:
         prefill_kernel.prefill_kernel = kernel
     return kernel, *launches[0][1:]

@@ -1,4 +1,4 @@
-"""Compile the kernels that move blocks between the tiers for a GPU that is not there.
+"""Compile the kernels that move and quantise the blocks of prompts for a GPU that is not there.
 
 python -m tests.triton.compile_transfer [CAPABILITY ...]
 """
@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from hf_sparse.kernels import transfer
+from hf_sparse.kernels import quantise, transfer
 
 from .compile_kernels import Recorder, compile_launch
 
@@ -19,6 +19,8 @@ CASES = [
     (2, 3, 999, 80, 96, 16, torch.float32, torch.float16),
     (2, 1, 50, 7, 5, 4, torch.float32, torch.float32),
 ]
+# key dim, value dim, block size, type of the model, bits
+QUANTISED = [(128, 128, 32, torch.bfloat16, 4), (80, 96, 16, torch.float16, 8)]
 KERNELS = ("load_blocks_kernel", "copy_blocks_kernel", "store_blocks_kernel")
 
 
@@ -42,8 +44,24 @@ def record(batch, heads, count, key_dim, value_dim, block_size, dtype, pool_dtyp
     return launches
 
 
+def record_quantise(key_dim, value_dim, block_size, dtype, bits) -> list:
+    launches: list = []
+    kernel = quantise.quantise_kernel
+    try:
+        quantise.quantise_kernel = Recorder(kernel, launches)
+        quantise.quantise_blocks(torch.zeros(9, block_size * (key_dim + value_dim), dtype=dtype), block_size, key_dim, value_dim,
+                                 bits)
+    finally:
+        quantise.quantise_kernel = kernel
+    return launches
+
+
 def main(capabilities: list[int]) -> None:
     for capability in capabilities:
+        for case in QUANTISED:
+            for kernel, args, kwargs in record_quantise(*case):
+                print(f"sm_{capability} {kernel.__name__} {case}: "
+                      f"{len(compile_launch(kernel, args, kwargs, capability).asm['cubin'])} bytes")
         for case in CASES:
             for kernel, args, kwargs in record(*case):
                 compiled = compile_launch(kernel, args, kwargs, capability)

@@ -18,16 +18,9 @@ from hf_sparse.kernels.residency import BUILT, CURSOR, MISSED, POLICIES, PREFETC
 from .test_captured_step import model, prompt, recordings  # noqa: F401 - fixtures
 from .test_residency import Tier as Pool
 from .test_residency import smallest as least_slots
-from .test_tiered_step import DIM, GROUP, HEADS, Run, smallest
+from .test_tiered_step import DIM, GROUP, HEADS, Run, small_launches, smallest  # noqa: F401 - small_launches is a fixture
 
 TOKENS, STEPS = 380, 3
-
-
-@pytest.fixture(autouse=True)
-def small_launches(monkeypatch):
-    small = tiering.Tuning(fetch_programs=3, victim_programs=2, count_tile=64, queue_tile=16, fetch_tile=1024, settle_tile=64,
-                           touched=16)
-    monkeypatch.setattr(tiering, "TUNING", small)
 
 
 # -- the launches ----------------------------------------------------------------------------------------------

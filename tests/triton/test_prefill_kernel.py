@@ -31,7 +31,7 @@ def kernel(case: Case, parts: dict, tile: Tile | None, window: int | None = None
     heads = torch.tensor(dense + [head for head in every if case.streams(head)], dtype=torch.int32) if dense else None
     out = torch.full((*parts["query"].shape[:3], parts["values"].shape[-1]), torch.nan, dtype=case.dtype)
     prefill_kernel.launch(out, parts["query"], parts["keys"], parts["values"], heads, len(dense), case.sink,
-                          window or case.window, case.scaling, case.softcap, parts["sinks"], parts["lengths"], tile)
+                          window or case.window, case.scaling, case.softcap, parts["sinks"], tile)
     return out
 
 
@@ -52,7 +52,7 @@ def test_own_tiles(case):
 
 @pytest.mark.parametrize("case", [
     Case(150, 150, dim=16, window=70), Case(150, 40, dim=24, value_dim=40, window=33, sink=20, streaming=(1,)),
-    Case(129, 129, dim=64, window=50, sink=32, dtype=torch.float16, lengths=(129, 90)),
+    Case(129, 129, dim=64, window=50, sink=32, dtype=torch.float16),
 ], ids=str)
 def test_tensor_descriptors(case):
     parts = case.tensors()
@@ -109,7 +109,7 @@ def test_views_in_place():
 def test_a_whole_layer(case):
     parts = case.tensors()
     output = prefill_attention(parts["query"], parts["keys"], parts["values"], case.streaming, case.sink, case.window,
-                               case.scaling, case.softcap, parts["sinks"], parts["lengths"])
+                               case.scaling, case.softcap, parts["sinks"])
     torch.testing.assert_close(output.double(), case.expected(**parts), **case.tolerance())
 
 

@@ -38,13 +38,13 @@ def check_twins(twins: Twins) -> None:
             closed = slice(1, length // P)
             codes = [layer.pool.kv[layer.table[row, h, closed]] for layer in (ours, reference)]
             assert torch.equal(*codes)
-            column = torch.arange(max(1, -(-length // P) - ours.exact.ring_blocks), -(-length // P))
-            rings = [layer.exact.rows[layer.exact.ids(column.expand(2, -1))[row, h]] for layer in (ours, reference)]
+            column = torch.arange(max(1, -(-length // P) - ours.exact.newest_blocks), -(-length // P))
+            copies = [layer.exact.rows[layer.exact.ids(column.expand(2, -1))[row, h]] for layer in (ours, reference)]
             part = length % P or P
-            for whole, last in ((ring[:-1], ring[-1][: part * ours.key_dim]) for ring in rings):
+            for whole, last in ((copy[:-1], copy[-1][: part * ours.key_dim]) for copy in copies):
                 assert whole.any() and last.any()
-            assert torch.equal(rings[0][:-1], rings[1][:-1])
-            assert torch.equal(rings[0][-1][: part * ours.key_dim], rings[1][-1][: part * ours.key_dim])
+            assert torch.equal(copies[0][:-1], copies[1][:-1])
+            assert torch.equal(copies[0][-1][: part * ours.key_dim], copies[1][-1][: part * ours.key_dim])
     reference._digest()
     units = (ours.lengths // (P * ours.digests.unit_blocks)).tolist()
     for a, b in zip(ours.digests.unit, reference.digests.unit):
@@ -55,7 +55,7 @@ def check_twins(twins: Twins) -> None:
 @pytest.mark.parametrize("name", [name if name in ("bytes", "halves") else pytest.param(name, marks=pytest.mark.slow)
                                   for name in CASES])
 def test_kernels_equal_the_reference(name):
-    """From before a block, a unit of digests and a turn of the ring end until after them."""
+    """From before a block, a unit of digests and a turn of the exact blocks end until after them."""
     twins = twins_of(name, tokens=253)
     tolerance = 3e-3 if name == "fp16" else 3e-5
     for _ in range(5):

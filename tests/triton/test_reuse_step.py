@@ -6,7 +6,7 @@ import torch
 
 from tests.cache.drive import required
 from tests.cache.test_reuse import CHANGES
-from tests.reuse import HEADS, Reader
+from tests.reuse import HEADS, TURNS, Reader, one_query_turns
 from tests.triton.test_tiered_step import Run, small_launches  # noqa: F401 - a fixture
 
 P = 8
@@ -15,7 +15,7 @@ P = 8
 @pytest.mark.parametrize("reuse", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ahead", [0, 1, 2, P - 1])
 def test_over_ends_of_blocks(ahead, reuse):
-    reader = Reader(12 * P + ahead, kernels=True, reuse=reuse, reuse_refresh=1.0)
+    reader = Reader(12 * P + ahead, kernels=True, reuse=reuse, reuse_refresh=0)
     reader.check(P + 1)
     assert reader.layer.stats.reference_steps == 0
     since, expected = 0, []
@@ -34,11 +34,28 @@ def test_over_ends_of_blocks(ahead, reuse):
 ], ids=str)
 def test_ragged_rows_and_early_refresh(settings):
     tokens, pads = (300, (0, 3, 131)) if settings.get("digest") == "channel_codes" else (150, (0, 3, 41, 148))
-    reader = Reader(tokens, pads=pads, kernels=True, reuse=4, wander=0.5, reuse_refresh=0.1, **settings)
+    reader = Reader(tokens, pads=pads, kernels=True, reuse=4, wander=0.5, reuse_refresh=0.7, **settings)
     reader.check(P)
     flat = [fresh for step in reader.fresh for fresh in step]
     assert reader.layer.stats.reference_steps == 0 and not all(flat)
     assert reader.early or "digest" in settings
+
+
+@pytest.mark.parametrize("turn", [turn if turn in ("turned", "none") else pytest.param(turn, marks=pytest.mark.slow)
+                                  for turn in TURNS])
+def test_one_query_that_turns_away_ends_its_groups_selection(turn):
+    one_query_turns(turn, kernels=True)
+
+
+@pytest.mark.parametrize("heads, group, dim, cosine", [
+    (3, 5, 24, 0.75), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1, 40, 0.9), (2, 9, 16, 0.7)))])
+def test_odd_sizes(heads, group, dim, cosine):
+    reader = Reader(150, pads=(0, 3), kernels=True, reuse=6, wander=0.3, reuse_refresh=cosine, heads=heads, group=group, dim=dim)
+    reader.check(P + 2)
+    fresh = torch.tensor(reader.fresh).float()
+    stats = reader.layer.stats.as_dict(0, "psa", False)
+    assert reader.early and not fresh.all() and reader.layer.stats.reference_steps == 0
+    assert stats["selected"] == pytest.approx(float(fresh.mean())) and 0 < stats["coverage"] < 1
 
 
 def test_sinks_and_half_precision():
@@ -49,7 +66,7 @@ def test_sinks_and_half_precision():
 
 @pytest.mark.slow
 def test_kernels_and_reference_select_anew_at_the_same_tokens():
-    readers = [Reader(150, pads=(0, 3, 41), kernels=kernels, reuse=8, wander=0.5, reuse_refresh=0.1)
+    readers = [Reader(150, pads=(0, 3, 41), kernels=kernels, reuse=8, wander=0.5, reuse_refresh=0.7)
                for kernels in (True, False)]
     for reader in readers:
         reader.check(10)
@@ -59,7 +76,7 @@ def test_kernels_and_reference_select_anew_at_the_same_tokens():
 @pytest.mark.parametrize("change", [change if name in ("crop and as many again", "beams") else
                                     pytest.param(change, marks=pytest.mark.slow) for name, change in CHANGES.items()], ids=CHANGES)
 def test_what_changes_rows_makes_the_layer_forget(change):
-    reader = Reader(150, pads=(0, 20), kernels=True, reuse=4, reuse_refresh=1.0)
+    reader = Reader(150, pads=(0, 20), kernels=True, reuse=4, reuse_refresh=0)
     reader.check(2)
     change(reader.layer)
     if reader.layer.batch != 2:
@@ -69,7 +86,7 @@ def test_what_changes_rows_makes_the_layer_forget(change):
 
 
 def test_a_step_of_the_reference_between_voids_what_kernels_keep():
-    reader = Reader(161, kernels=True, reuse=4, reuse_refresh=1.0)
+    reader = Reader(161, kernels=True, reuse=4, reuse_refresh=0)
     reader.check(2)
     kernels = reader.layer.state.kernels
     reader.layer.state.kernels = lambda device, dtype: False
@@ -80,7 +97,7 @@ def test_a_step_of_the_reference_between_voids_what_kernels_keep():
 
 
 def test_a_fork_starts_without_and_leaves_the_other_alone():
-    reader = Reader(161, kernels=True, reuse=4, reuse_refresh=1.0)
+    reader = Reader(161, kernels=True, reuse=4, reuse_refresh=0)
     reader.check(2)
     fork = reader.layer.fork(reader.layer.state)
     assert fork.kept.state is None
@@ -90,7 +107,7 @@ def test_a_fork_starts_without_and_leaves_the_other_alone():
 
 def test_growing_keeps_what_is_kept():
     """The work buffers grow, and the list of kept blocks with them."""
-    reader = Reader(161, kernels=True, reuse=4, reuse_refresh=1.0)
+    reader = Reader(161, kernels=True, reuse=4, reuse_refresh=0)
     reader.check(2)
     work = reader.layer.state.static._work(reader.layer)
     before = reader.layer.kept.ranked.data_ptr()
@@ -105,7 +122,7 @@ def test_growing_keeps_what_is_kept():
 def test_kept_blocks_may_have_left_the_pool():
     """With a host tier: a kept list is looked up at every token, and outputs are those of a resident pool to the last bit."""
     settings = dict(tokens=150, digest="pages", block_size=8, logical_size=2, policy="top_k", top_k=9, reuse=4,
-                    reuse_refresh=1.0)
+                    reuse_refresh=0)
     with pytest.raises(ValueError, match="too small") as error:
         Run(gpu_memory=1, host_memory="4MiB", **settings)
     runs = [Run(**settings), Run(gpu_memory=required(error.value), host_memory="4MiB", **settings)]
@@ -119,7 +136,7 @@ def test_kept_blocks_may_have_left_the_pool():
 
 def test_what_had_to_be_read_on_is_not_kept():
     """Estimates that promise too much: the list of planned blocks is not all that was read, so the next token selects anew."""
-    reader = Reader(300, kernels=True, reuse=4, wander=0.0, reuse_refresh=1.0, digest="channel_codes", policy="threshold",
+    reader = Reader(300, kernels=True, reuse=4, wander=0.0, reuse_refresh=0, digest="channel_codes", policy="threshold",
                     threshold=0.98)
     layer = reader.layer
     layer.begin_step()
@@ -131,12 +148,21 @@ def test_what_had_to_be_read_on_is_not_kept():
     short = info[..., 5].clone()
     assert short.any()
     reader.step()
-    assert torch.equal(info[..., 7] == 1, short == 1)
+    assert torch.equal(layer.kept.state[..., 3], short)
+
+
+def test_control_a_query_that_is_not_kept_is_seen():
+    """Kernels that compare with the query of the token before: the check must notice."""
+    reader = Reader(12 * P + 3, kernels=True, reuse=8, wander=0.25, reuse_refresh=0.8)
+    with pytest.raises(AssertionError):
+        for _ in range(2 * P):
+            reader.check(1)
+            reader.layer.kept.query.copy_(reader.asked.view_as(reader.layer.kept.query))
 
 
 def test_control_kept_lists_without_a_refresh_are_seen():
     """Kernels that never look at where the tail begins: the check must notice."""
-    reader = Reader(12 * P + 5, kernels=True, reuse=8, reuse_refresh=1.0)
+    reader = Reader(12 * P + 5, kernels=True, reuse=8, reuse_refresh=0)
     with pytest.raises(AssertionError):
         for _ in range(P):
             reader.check(1)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_sparse import PSACache, patch_model
-from hf_sparse.cache import ring, split, static
+from hf_sparse.cache import split, split_storage, static, streaming_ring
 from hf_sparse.kernels import streaming
 from tests.cache.drive import Text, decode, feed, model_config
 from tests.triton.compile_kernels import Recorder
@@ -59,12 +59,12 @@ TIERED = dict(block_size=8, gpu_memory="120KiB", host_memory="1MiB")
 @pytest.mark.parametrize(("streaming", "settings"), [
     pytest.param((0, 2, 4), dict(threshold=0.6), id="1-and-3"), pytest.param((0, 3), PAGES, id="1-2-4-pages"),
     pytest.param((1, 2, 3), {**PAGES, **TIERED}, id="0-and-4-pages-tiered"),
-    pytest.param((0, 1, 2), {**PAGES, "kv_bits": 4, "reuse": 2}, id="3-and-4-quantised"),
+    pytest.param((0, 1, 2), {**PAGES, "kv_bits": 4, "reuse": 2, "reuse_refresh": 0.05}, id="3-and-4-quantised"),
 ])
 def test_the_other_heads_read_what_they_read_in_a_model_of_their_own(streaming, settings):
-    text, valid = Text(1, 401, 1, 5, 2, 16, 24), torch.arange(401)[None] >= 7
+    text, valid = Text(1, 403, 1, 5, 2, 16, 24), torch.arange(403)[None] >= 7
     others = [head for head in range(5) if head not in streaming]
-    own = Text(1, 401, 1, len(others), 2, 16, 24)
+    own = Text(1, 403, 1, len(others), 2, 16, 24)
     own.keys, own.values = [text.keys[0][:, others]], [text.values[0][:, others]]
     own.queries = [text.queries[0].unflatten(1, (5, 2))[:, others].flatten(1, 2)]
     config = {**SETTINGS, **settings}
@@ -72,11 +72,12 @@ def test_the_other_heads_read_what_they_read_in_a_model_of_their_own(streaming, 
     plain = PSACache(own.config(), **config)
     for cache, source in ((split_cache, text), (plain, own)):
         feed(cache, source, 0, 400, valid)
-    got = decode(split_cache, text, 400, 401).unflatten(3, (5, 2))[:, :, :, others].flatten(3, 4)
-    assert torch.equal(got, decode(plain, own, 400, 401))
+    got = decode(split_cache, text, 400, 403).unflatten(3, (5, 2))[:, :, :, others].flatten(3, 4)
+    assert torch.equal(got, decode(plain, own, 400, 403))
     stats = split_cache.stats(), plain.stats()
-    for name in ("kv_fraction", "coverage", "hits", "misses"):
+    for name in ("kv_fraction", "coverage", "selected", "hits", "misses"):
         assert stats[0][name] == stats[1][name]
+    assert (stats[0]["selected"] < 1) == ("reuse" in settings)
     assert stats[0]["kv_fraction"] < 1 and (stats[0]["misses"] > 0) == ("gpu_memory" in settings)
 
 
@@ -181,15 +182,15 @@ def test_captured_equals_uncaptured(model, recordings):  # noqa: F811
 
 
 def test_the_ring_becomes_small_between_two_replays(model, recordings, monkeypatch):  # noqa: F811
-    for module in (ring, split, static):
-        monkeypatch.setattr(module, "SLACK", 4)
+    for module in (streaming_ring, split_storage, static):
+        monkeypatch.setattr(module, "SLACK_TOKENS", 4)
     settings = {**SETTINGS, **PAGES, "min_context": 64, "streaming_heads": PAIRS}
     patch_model(model, **settings)
     mask = torch.ones(2, 66, dtype=torch.long)
     mask[1, :1] = 0
     outputs, widths = [], []
-    narrow = ring.StreamingRing._resize
-    monkeypatch.setattr(ring.StreamingRing, "_resize", lambda self, columns: (widths.append(int(self.lengths.min())),
+    narrow = streaming_ring.StreamingRing._resize
+    monkeypatch.setattr(streaming_ring.StreamingRing, "_resize", lambda self, columns: (widths.append(int(self.lengths.min())),
                                                                               narrow(self, columns))[1])
     for compiled in (True, False):
         cache = PSACache(model.config, compile=compiled, **settings)
@@ -237,5 +238,5 @@ def test_heads_are_those_of_the_model():
     text = Text(1, 60, 1, 5, 1, 16)
     feed(cache, text, 0, 50)
     decode(cache, text, 50, 51)
-    work = cache.state.static.rings[0]
-    assert work.heads.tolist() == [1, 4] and work.model_heads == 5 and work.tokens == (SINK, WINDOW, ring.SLACK, 0)
+    work, tokens = cache.state.static.rings[0], (SINK, WINDOW, streaming_ring.SLACK_TOKENS, 0)
+    assert work.heads.tolist() == [1, 4] and work.model_heads == 5 and work.tokens == tokens

@@ -1,19 +1,19 @@
-"""Write new keys and values of a layer whose closed blocks are quantised: tokens to its ring, closing blocks to their slots."""
+"""Write new keys and values where closed blocks are quantised: tokens to the exact blocks, closing blocks to their slots."""
 from __future__ import annotations
 
 import torch
 
 from .append import _pin, split
+from .exact_blocks import exact_rows
 from .fetch import acquire, is_tiered, link_to_host, transfer
 from .quantise import quantise_blocks
-from .ring import ring_rows
 
 # Elements that are quantised at a time, which bounds the memory that a prompt takes.
 PIECE_ELEMENTS = 2**24
 
 
-def append_packed(tiers, exact, table, lengths, keys, values, valid, block_size: int, sink_blocks: int, ring_blocks: int,
-                  tail_start, policy: str, bits: int):
+def append_packed(tiers, exact, table, lengths, keys, values, valid, block_size: int, sink_blocks: int, newest_blocks: int,
+                  tail_start, policy: str, bits: int, quantise=None):
     """Append [B, H, Q, D] keys and values at each row's length; `lengths` [B] is advanced in place.
 
     A block is quantised once, when it closes, from its exact tokens; it is written to its slot, if it has one, and to the
@@ -21,8 +21,9 @@ def append_packed(tiers, exact, table, lengths, keys, values, valid, block_size:
 
     Args:
         tiers: see `fetch`; slots and rows of the host tier are uint8, packed blocks (quantise.py).
-        exact: [1 + B * H * (sink_blocks + ring_blocks), E] blocks in the model's dtype, see ring.py.
+        exact: [1 + B * H * (sink_blocks + newest_blocks), E] blocks in the model's dtype, see exact_blocks.py.
         table, valid, sink_blocks, tail_start: see `append`. bits: of a code.
+        quantise: a faster way (blocks [..., E], P, D, Dv, bits) -> packed bytes, with the result of `quantise_blocks`.
     """
     batch, heads, count, key_dim = keys.shape
     value_dim, P = values.shape[-1], block_size
@@ -39,7 +40,7 @@ def append_packed(tiers, exact, table, lengths, keys, values, valid, block_size:
         token = column[..., None] * P + torch.arange(P, device=keys.device) - start[:, None, None]           # [B, C, P]
         fresh = (token >= 0) & (token < (lengths - start)[:, None, None])
         pick = source.gather(1, torch.where(fresh, token, 0).flatten(1))                                     # [B, C * P]
-        rows = ring_rows(column, heads, sink_blocks, ring_blocks)                                            # [B, H, C]
+        rows = exact_rows(column, heads, sink_blocks, newest_blocks)                                         # [B, H, C]
         content = exact.new_zeros(*rows.shape, exact.shape[1])
         if low == 0:                                        # the block that was open
             opened = exists[:, :1] & (column[:, :1] * P < start[:, None])
@@ -47,10 +48,13 @@ def append_packed(tiers, exact, table, lengths, keys, values, valid, block_size:
         for old, new in zip(split(content, P, key_dim, value_dim), (keys, values)):
             picked = new.gather(2, pick[:, None, :, None].expand(-1, heads, -1, new.shape[-1])).to(exact.dtype)
             old.copy_(torch.where(fresh[:, None, ..., None], picked.view(old.shape), old))
-        kept = exists & ((column < sink_blocks) | (column > newest[:, None] - ring_blocks))
+        kept = exists & ((column < sink_blocks) | (column > newest[:, None] - newest_blocks))
         exact[torch.where(kept[:, None], rows, 0)] = content
         closed = exists & ((column + 1) * P <= lengths[:, None])
-        packed = quantise_blocks(*split(content, P, key_dim, value_dim), bits)
+        if quantise is None:
+            packed = quantise_blocks(*split(content, P, key_dim, value_dim), bits)
+        else:
+            packed = quantise(content, P, key_dim, value_dim, bits)
         column = torch.where(exists, column, 0)
         ids = table.gather(2, column[:, None].expand(-1, heads, -1))
         each = lambda flags, shape=ids.shape: flags[:, None].expand(shape).reshape(-1)  # noqa: E731

@@ -10,17 +10,16 @@ QUERY_CHUNK = 512
 LOGIT_ELEMENTS = 2**22
 
 
-def prefill(out, query, keys, values, heads, dense: int, sink: int, window: int, scaling: float, softcap: float, sinks,
-            lengths) -> None:
+def prefill(out, query, keys, values, heads, dense: int, sink: int, window: int, scaling: float, softcap: float, sinks) -> None:
     """`ops.prefill`, which says what the arguments are."""
     tokens = keys.shape[2]
     every = torch.arange(keys.shape[1], device=query.device) if heads is None else heads.long()
-    settings = (scaling, softcap, sinks, lengths)
+    settings = (scaling, softcap, sinks)
     _attend(out, query, keys, values, every[:dense], 0, tokens, *settings)
     _attend(out, query, keys, values, every[dense:], sink, window, *settings)
 
 
-def _attend(out, query, keys, values, heads, sink, window, scaling, softcap, sinks, lengths):
+def _attend(out, query, keys, values, heads, sink, window, scaling, softcap, sinks):
     """One kind of heads [n] int64."""
     if not len(heads):
         return
@@ -37,17 +36,13 @@ def _attend(out, query, keys, values, heads, sink, window, scaling, softcap, sin
         position = torch.cat([torch.arange(min(sink, begin), device=query.device),
                               torch.arange(begin, past + high, device=query.device)])
         k, v = (torch.cat([x[:, :, :min(sink, begin)], x[:, :, begin:past + high]], 2)[:, heads] for x in (keys, values))
-        seen = (position <= t[:, None]) & ((position < sink) | (position > t[:, None] - window))[None]
-        if lengths is not None:
-            seen = seen & (position < lengths[:, None, None]) & (t[:, None] < lengths[:, None, None])
-            # Padding may hold anything, and zero times that is not zero.
-            v = v.masked_fill((position >= lengths[:, None])[:, None, :, None], 0)
-        result = _masked(part, k, v, seen[:, None, None], scaling, softcap, sinks)
+        seen = (position <= t[:, None]) & ((position < sink) | (position > t[:, None] - window))
+        result = _masked(part, k, v, seen, scaling, softcap, sinks)
         out.unflatten(1, grouped)[:, heads, :, low:high] = result.to(out.dtype)
 
 
 def _masked(query, keys, values, seen, scaling, softcap, sinks):
-    """[B, n, G, q, D] over [B, n, T, D]; a query that sees nothing gives zeros."""
+    """[B, n, G, q, D] over [B, n, T, D]; seen: [q, T]."""
     logits = torch.matmul(query, keys[:, :, None].transpose(-1, -2)).float() * scaling
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.prefill import streaming_attention
+from ..kernels.prefill import head_index, streaming_attention
 from ..kernels.reference.streaming import ring_columns, ring_step, ring_tokens
 from .pool import next_version
 
-SLACK = 64                                                  # tokens beyond the window, so that drafts can be taken back
+SLACK_TOKENS = 64                                           # tokens beyond the window, so that drafts can be taken back
 
 
 class StreamingRing:
@@ -26,18 +26,18 @@ class StreamingRing:
         self.sink, self.window = config.streaming_sink, config.streaming_window
         self.prefill_window = config.streaming_prefill_window
         self.heads, self.model_heads = heads, model_heads
-        self.head_index = torch.tensor(heads, dtype=torch.int32, device=keys.device)
+        self.head_index = head_index(tuple(heads), keys.device)
         self.batch = keys.shape[0]
         self.narrowed = False
         self.follow(config)
-        self._allocate(keys, values, self.sink + self.prefill_window + SLACK)
+        self._allocate(keys, values, self.sink + self.prefill_window + SLACK_TOKENS)
         self.lengths = torch.zeros(self.batch, len(heads), dtype=torch.int64, device=keys.device)
 
     def follow(self, config) -> None:
         """Settings that a fork may change."""
         self.min_context = config.min_context
         # Rows from so many tokens on need no more than decoding sees, also after what can be taken back has been.
-        self.narrow_from = self.min_context + SLACK if self.min_context > self.sink + self.window else 0
+        self.narrow_from = self.min_context + SLACK_TOKENS if self.min_context > self.sink + self.window else 0
         self.look_at = self.narrow_from                     # padded length at which all rows may be that long
 
     def _allocate(self, keys, values, columns: int) -> None:
@@ -52,7 +52,7 @@ class StreamingRing:
     @property
     def reach(self) -> int:
         """Last tokens that the ring surely holds, beside the sink."""
-        return self.columns - self.sink - SLACK
+        return self.columns - self.sink - SLACK_TOKENS
 
     def bytes(self) -> int:
         return (self.keys.numel() + self.values.numel()) * self.keys.element_size()
@@ -96,7 +96,7 @@ class StreamingRing:
             self.look_at = length + self.narrow_from - shortest
             return
         if self.window < self.prefill_window:
-            self._resize(self.sink + self.window + SLACK)
+            self._resize(self.sink + self.window + SLACK_TOKENS)
         self.narrowed = True
 
     def _resize(self, columns: int) -> None:
@@ -111,7 +111,7 @@ class StreamingRing:
     def step(self, query, keys, values, valid, scaling: float, softcap: float, sinks) -> torch.Tensor:
         """Store and attend with one token of every row: query [B, H * G, 1, D] -> [B, H * G, 1, Dv]. valid: [B, 1] bool, rows
         whose token is no padding, or None; the others give zeros."""
-        return ring_step(self.keys, self.values, self.lengths, query, keys, values, self.sink, self.window, SLACK,
+        return ring_step(self.keys, self.values, self.lengths, query, keys, values, self.sink, self.window, SLACK_TOKENS,
                          self.min_context, scaling, softcap, sinks, None if valid is None else valid[:, 0])
 
     def extend(self, query, keys, values, rows: slice, length: int, window: int, scaling: float, softcap: float,

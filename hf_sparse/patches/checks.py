@@ -1,0 +1,56 @@
+"""What is refused before anything is computed, so that a cache never loses what it holds."""
+from __future__ import annotations
+
+import torch
+
+from ..cache.psa_cache import PSACache
+from ..cache.streaming_ring import SLACK_TOKENS
+
+
+def check_generate(cache: PSACache, kwargs: dict, generation_config) -> None:
+    """Refuse what generate() could only do wrongly with this cache, before it starts."""
+    if kwargs.get("output_attentions", getattr(generation_config, "output_attentions", False)):
+        raise NotImplementedError("output_attentions=True: sparse attention never has all attention weights. Use "
+                                  "hf_sparse.unpatch_model(model) with attn_implementation='eager' for them.")
+    cache.check_whole()
+    if cache.config.streaming_heads:
+        _check_drafts(kwargs, generation_config)
+    past = cache.tokens
+    if past == 0:
+        return
+    for name in ("assistant_model", "prompt_lookup_num_tokens"):
+        if kwargs.get(name, getattr(generation_config, name, None)) is not None:
+            raise NotImplementedError(f"{name} with a cache that already holds tokens: transformers feeds the whole prompt "
+                                      "again then, whatever the cache. Use a new cache, or generate without drafts.")
+    ids = kwargs.get("input_ids", kwargs.get("inputs"))
+    mask = kwargs.get("attention_mask")
+    length = mask.shape[1] if mask is not None else ids.shape[1] if ids is not None else None
+    if length is not None and length <= past:
+        raise ValueError(f"The cache already holds {past} tokens but the prompt has {length}. To continue, pass the "
+                         "ids (and mask) of the whole conversation so far; to start again, use a new cache or "
+                         "cache.reset().")
+
+
+def _check_drafts(kwargs: dict, generation_config) -> None:
+    """Refuse drafts that may be longer than what streaming heads can take back: they would fail in the middle of a text."""
+    lookup, assistant = (kwargs.get(name, getattr(generation_config, name, None))
+                         for name in ("prompt_lookup_num_tokens", "assistant_model"))
+    settings = getattr(assistant, "generation_config", None)
+    counts = {"prompt_lookup_num_tokens": lookup,
+              "assistant_model.generation_config.num_assistant_tokens": getattr(settings, "num_assistant_tokens", None)}
+    for name, count in counts.items():
+        if count is not None and count > SLACK_TOKENS:
+            raise ValueError(f"{name}={count}: with streaming heads a draft may have up to {SLACK_TOKENS} tokens, since no "
+                             "more can be taken back where it is wrong. Lower it, or leave out streaming_heads.")
+    if getattr(settings, "num_assistant_tokens_schedule", None) in ("heuristic", "heuristic_transient"):
+        raise ValueError("assistant_model.generation_config.num_assistant_tokens_schedule="
+                         f"{settings.num_assistant_tokens_schedule!r} lets drafts grow, and with streaming heads they may have "
+                         f"up to {SLACK_TOKENS} tokens. Set it to 'constant', or leave out streaming_heads.")
+
+
+def check_mask(cache: PSACache, mask, total: int) -> None:
+    """Refuse a 4-D mask of more than the `total` tokens there are: its last columns would be taken for the new tokens'."""
+    if torch.is_tensor(mask) and mask.dim() == 4 and mask.shape[-1] > total and any(hasattr(x, "attend") for x in cache.layers):
+        raise ValueError(f"This attention_mask speaks of {mask.shape[-1]} tokens, but with the new ones there are {total}; "
+                         "unlike a static cache this one has no empty places. Cut the mask there. Nothing in the cache was "
+                         "changed.")
