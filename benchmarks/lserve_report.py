@@ -203,6 +203,39 @@ def lserve_check(result: dict) -> str:
     return table(["settings", "as it should be", "captured tokens = eager tokens", "captured", "logits from the CPU reference",
                   "logits from dense"], out)
 
+
+PROMPT_ATTENTION = {  # rows of benchmarks.prefill_kernel
+    "dense": "all heads, SDPA",
+    "dense_half": "half of the heads, SDPA",
+    "kernel": "half of the heads, streaming, the kernel",
+    "layer": "all heads, half of them streaming",
+    "chunk": "last queries, SDPA",
+    "chunk_kernel": "last queries, the kernel",
+}
+
+
+def prompt_attention(result: dict) -> str:
+    """Attention of a prompt in one layer; of each way, the fastest tile."""
+    best: dict[tuple, dict] = {}
+    for row in result["rows"]:
+        key = (row["context"], list(PROMPT_ATTENTION).index(row["name"]), row.get("window", 0), row.get("streaming", ""))
+        if key not in best or row["ms"]["median"] < best[key]["ms"]["median"]:
+            best[key] = row
+    out = []
+    for _, row in sorted(best.items()):
+        tile, dense = row.get("tile"), best[row["context"], 0, 0, ""]
+        half = row["name"] in ("dense_half", "kernel")
+        base = best.get((row["context"], list(PROMPT_ATTENTION).index("chunk"), 0, "")) if "chunk" in row["name"] else dense
+        shown = EMPTY if tile is None else "{queries} x {keys}, {warps} warps, {stages} stages".format(**tile)
+        if tile and tile["descriptors"]:
+            shown += ", TMA"
+        name = PROMPT_ATTENTION[row["name"]] + (f" ({row['streaming']})" if "streaming" in row else "")
+        out.append([name, str(row["context"]), str(row.get("queries", row["context"])), str(row.get("window", EMPTY)),
+                    spread(row["ms"], 2), number(row["tflop_s"], 0),
+                    EMPTY if half else number(base["ms"]["median"] / row["ms"]["median"], 2), shown, row["run_id"]])
+    return table(["what", "context", "queries", "window", "ms", "TFLOP/s", "x SDPA", "tile", "run"], out)
+
+
 SECTIONS: dict[str, Callable[[dict], str]] = {
     "lserve-goals": lserve_goals, "lserve-prefill": lserve_prefill, "lserve-decode": lserve_decode, "lserve-chain": lserve_chain,
     "lserve-offload": lserve_offload, "lserve-ablation": lserve_ablation, "lserve-reuse": lserve_reuse,

@@ -23,6 +23,7 @@ NONE_YET = "Nothing is committed yet: run the command above on a GPU, then `pyth
 MISSING = {
     "offload_h200.json": "Not measured yet: run `python -m benchmarks.offload` on a GPU, then `python -m benchmarks.report`.",
     "offload_real.json": "Not measured yet: run `python -m benchmarks.offload_real MODEL_DIR`, then `python -m benchmarks.report`.",
+    "prefill_kernel_h200.json": "No run yet: run `python -m benchmarks.prefill_kernel` on a GPU, then `python -m benchmarks.report`.",
     "lserve_h200.json": "No run yet: run `python -m benchmarks.lserve` on a GPU, then `python -m benchmarks.report`.",
 }
 
@@ -325,6 +326,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "offload-hits": ("offload_h200.json", hits_table),
     "offload-check": ("offload_h200.json", offload_check),
     "offload-real": ("offload_real.json", real_table),
+    "prompt-attention": ("prefill_kernel_h200.json", lserve_report.prompt_attention),
     "lserve-versions": ("lserve_h200.json", versions),
     **{name: ("lserve_h200.json", section) for name, section in lserve_report.SECTIONS.items()},
 }

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import report
+from benchmarks import lserve_report, report
 from docs import settings
 from hf_sparse import PSACache, PSAConfig, patched
 from hf_sparse.commands.main import build_parser
@@ -237,6 +237,20 @@ def test_report_takes_the_later_of_two_measurements_of_a_run():
     assert cells(report.decode_table(again), "psa", "aaaa")[5] == "2.00"
 
 
+def test_report_of_prompts_takes_the_fastest_tile_and_its_own_base():
+    ms = lambda x: {"median": x, "p20": x, "p80": x}  # noqa: E731
+    tile = {"queries": 64, "keys": 32, "warps": 4, "stages": 3, "descriptors": True}
+    place = {"context": 512, "tflop_s": 5.0, "run_id": "aaaa"}
+    rows = [{**place, "name": "dense", "ms": ms(8.0)}, {**place, "name": "layer", "streaming": "apart", "window": 9, "ms": ms(5.0),
+                                                         "tile": {**tile, "keys": 64}},
+            {**place, "name": "layer", "streaming": "apart", "window": 9, "tile": tile, "ms": ms(4.0)},
+            {**place, "name": "chunk", "queries": 64, "ms": ms(3.0)},
+            {**place, "name": "chunk_kernel", "queries": 64, "tile": tile, "ms": ms(2.0)}]
+    lines = lserve_report.prompt_attention({"rows": rows}).splitlines()[2:]
+    assert [line.split(" | ")[6] for line in lines] == ["1.00", "2.00", "1.00", "1.50"]
+    assert lines[1].split(" | ")[7] == "64 x 32, 4 warps, 3 stages, TMA" and len(lines) == 4
+
+
 def test_report_shows_what_failed():
     assert cells(report.decode_table(RESULT), "dynamic", "aaaa")[4] == "failed: out of memory"
 
@@ -258,7 +272,7 @@ def test_report_writes_every_section_and_notices_a_stale_document(tmp_path):
     options = ["--results", str(tmp_path), "--document", str(document)]
     assert report.main(options) == 0
     text = document.read_text(encoding="utf-8")
-    assert report.NONE_YET not in text
+    assert report.NONE_YET not in text and "`python -m benchmarks.prefill_kernel` on a GPU" in text
     assert "NVIDIA X; torch 2.11.0." in text
     assert "| 1 | 8192 | 50.0 (49.0-51.0) | 7.5 | - | - | - | - | 4.0 | cccc |" in text
     assert "| float32 | 1 | - | 1.0e-06 | 2.0e-06 | 0.030 |" in text
