@@ -57,8 +57,9 @@ def attend_stored(desc, kv, row, ranked, element, qq, scale, softcap, first, las
         attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks * P, part, part_mass, GP, RQ, D,
                       DP, DV, DVP, P, TT, TYPE, CAP, TIERED)
     else:
-        # Dots of fp32 are plain code, and a lot of it.
-        AT_ONCE: tl.constexpr = 1 if TYPE == tl.float32 else max(1, TT // P)
+        # As many as the tensor core needs, and of fp32, whose dots are plain code and a lot of it, no more.
+        LEAST: tl.constexpr = max(1, 128 // (P * KV_BITS))
+        AT_ONCE: tl.constexpr = LEAST if TYPE == tl.float32 else max(LEAST, TT // P)
         attend_packed(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks, part, part_mass, GP, RQ, D, DP,
                       DV, DVP, P, AT_ONCE, TYPE, CAP, KV_BITS, PTX, TIERED)
 

@@ -1,4 +1,4 @@
-"""Attention to quantised blocks (reference/quantise.py has the format), which are dequantised in registers, a block at a time.
+"""Attention to quantised blocks (reference/quantise.py has the format), which are dequantised in registers, some blocks at a time.
 
 Keys become fp16 (fp32 for fp32 models) channel by channel. Values stay codes: a token's step goes into its weight, and its
 minimum is the same number for all channels. Two codes of 4 bits are loaded as the byte that they share.
@@ -109,6 +109,7 @@ def attend_packed(desc, kv, row, ranked, element, qq, scale, softcap, first, las
     weight = tl.zeros([RQ], tl.float32)
     acc = tl.zeros([RQ, DVP], tl.float32)
     to_host = host_offset(desc, tl.uint8, TIERED)
+    last = tl.minimum(last, first + blocks)                 # also where fewer than NB are asked for
     for low in range(0, blocks, NB):
         at, seen = _start(desc, kv, row, ranked, element, to_host, first + low + rr // ROWS, last, TIERED)
         at_b, seen_b = _start(desc, kv, row, ranked, element, to_host, first + low + rb, last, TIERED)

@@ -34,6 +34,7 @@ CASES = [
     (3, 80, 16, torch.float16, 30.0, True, {"kv_bits": 4}, None),
     (4, 128, 64, torch.bfloat16, 0.0, False, {"kv_bits": 4, "policy": "top_k", "top_k": 64, "digest": "pages"}, "decayed"),
     (2, 256, 32, torch.float32, 0.0, False, {"kv_bits": 8}, None),
+    (2, 64, 16, torch.float32, 0.0, False, {"kv_bits": 4}, None),
     (4, 128, 32, torch.bfloat16, 0.0, False, {"streaming_heads": [(0, 1)]}, "decayed"),
     (3, 80, 16, torch.float16, 30.0, True, {"streaming_heads": [(0, 1)], "kv_bits": 4}, None),
     (7, 64, 64, torch.float16, 0.0, True, {"streaming_heads": [(0, 1)], "policy": "top_k", "top_k": 9, "digest": "pages", "reuse": 4},
