@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_sparse.digests import DIGESTS, base, get_digest
+from hf_sparse.kernels.reference.quantise import dequantise_blocks, quantise_blocks
 
 ALL = [
     pytest.param("channel_codes", {}, id="channel_codes"),
@@ -21,6 +22,7 @@ ALL = [
     pytest.param("key_bits", {"bits": 2}, id="key_bits-2"),
     pytest.param("key_bits", {"bits": 3}, id="key_bits-3"),
     pytest.param("key_bits", {"bits": 4}, id="key_bits-4"),
+    pytest.param("key_planes", {}, id="key_planes"),
     pytest.param("cuboid_mean", {}, id="cuboid_mean"),
     pytest.param("min_max", {}, id="min_max"),
     pytest.param("pages", {"logical_size": 2}, id="pages-2"),
@@ -100,6 +102,16 @@ def decode_key_bits(tokens, bits):
     return columns([affine(column, bits, two_levels=bits == 1) for column in columns(tokens)])
 
 
+def decode_key_planes(tokens):
+    decoded = []
+    for column in columns(tokens):
+        low = half(min(column))
+        step = half(max(0.0, max(column) - low) / 15)
+        codes = [0 if step == 0 else min(15, max(0, round((x - low) / step))) for x in column]
+        decoded.append([low + step * (code - code % 4 + 1.5) for code in codes])
+    return columns(decoded)
+
+
 def decode_channel_codes(tokens, mean, weight, high_fraction=0.25, drop_fraction=0.0):
     dim = len(mean)
     order = sorted(range(dim), key=lambda i: (-weight[i], i))
@@ -145,6 +157,8 @@ def reference_scores(digest, options, keys, query, row, dtype, softcap=0.0, firs
                 tokens = keys[b, h, n].double().tolist()
                 if digest.name == "key_bits":
                     decoded = decode_key_bits(tokens, digest.bits)
+                elif digest.name == "key_planes":
+                    decoded = decode_key_planes(tokens)
                 elif digest.name == "channel_codes":
                     decoded = decode_channel_codes(
                         tokens, row["centre"][b, h].double().tolist(), weight[b, h].tolist(), **options
@@ -324,6 +338,37 @@ def test_key_bits_error_at_most_half_a_step(bits, block_size):
     assert error.max() > 0.5 * half_step.min()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("block_size", [4, 16, 32, 64], ids=lambda p: f"P{p}")
+def test_key_planes_are_the_upper_halves_of_a_quantised_block(block_size, dtype):
+    digest = get_digest("key_planes", block_size, 10)
+    keys, _, _ = make(digest, dtype, units=5, bias=2.0)
+    packed = quantise_blocks(keys, keys, 4)
+    unit = digest.encode(keys)
+    half_bytes = block_size * 10 // 2
+    pairs = packed[..., :half_bytes].unflatten(-1, (block_size // 2, 10))
+    codes = torch.cat([pairs & 15, pairs >> 4], -2)
+    upper = torch.cat([unit["upper"] >> 2 * k & 3 for k in range(4)], -2)
+    assert unit["upper"].shape[-2:] == (block_size // 4, 10)
+    assert torch.equal(upper, codes >> 2) and set(upper.unique().tolist()) == {0, 1, 2, 3}
+    ranges = packed[..., 2 * half_bytes : 2 * half_bytes + 40].contiguous().view(torch.float16)
+    assert torch.equal(ranges, torch.cat([unit["minimum"], unit["scale"]], -1))
+    if dtype == torch.float32:  # and made of the stored keys they are the same, but for a scale on the edge of a float16
+        again = digest.encode(dequantise_blocks(packed, block_size, 10, 10, 4, dtype)[0])
+        assert torch.equal(again["minimum"], unit["minimum"])
+        assert (again["upper"] == unit["upper"]).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 32])
+def test_key_planes_error_at_most_two_scales(block_size):
+    digest = get_digest("key_planes", block_size, 8)
+    keys, _, _ = make(digest, units=3, bias=2.0)
+    scale = digest.encode(keys)["scale"].double().unsqueeze(-2)
+    decoded = torch.tensor([[decode_key_planes(tokens) for tokens in head] for head in keys[0].double().tolist()])
+    error = (decoded - keys[0].double()).abs()
+    assert (error <= 2.05 * scale[0]).all() and error.max() > 1.4 * scale.min()
+
+
 def test_key_bits_error_shrinks_with_bits():
     errors = []
     for bits in (1, 2, 3, 4):
@@ -402,6 +447,7 @@ def test_channel_order_by_energy_times_variance_ties_by_index():
         ("key_bits", {"bits": 2}, 48 / 512),
         ("key_bits", {"bits": 3}, 64 / 512),
         ("key_bits", {"bits": 4}, 80 / 512),
+        ("key_planes", {}, 48 / 512),
         ("min_max", {}, 16 / 512),
         ("cuboid_mean", {}, 16 / 512),
         ("centroid", {}, 8 / 512),
@@ -650,6 +696,7 @@ def test_channel_codes_find_spikes_that_boxes_miss():
     found = {name: recall(get_digest(name, 32, 64), keys, query, 10) for name in DIGESTS}
     assert found["channel_codes"] > 0.9
     assert found["channel_codes"] >= found["key_bits"] - 0.05
+    assert found["key_planes"] >= found["key_bits"] - 0.05
     assert found["channel_codes"] > found["cuboid_mean"] + 0.2
     assert found["channel_codes"] > found["centroid"] + 0.2
     assert found["channel_codes"] > found["min_max"] + 0.2
@@ -681,6 +728,7 @@ def test_token_level_masses_add_up():
         (("pages", 32, 64), {"logical_size": 12}, ValueError, "divides block_size=32, got 12"),
         (("pages", 32, 64), {"logical_size": 0}, ValueError, "logical_size must be a positive integer"),
         (("pages", 32, 64), {"logical_size": 8.0}, ValueError, "logical_size must be a positive integer"),
+        (("key_planes", 6, 64), {}, ValueError, "block_size=6 is not a multiple of 4"),
         (("channel_codes", 6, 64), {"group": 6}, ValueError, "multiple of 4"),
         (("channel_codes", 32, 64), {"group": 0}, ValueError, "group must be a positive integer"),
         (("channel_codes", 32, 64), {"high_fraction": 1.5}, ValueError, r"high_fraction must be in \[0, 1\]"),
@@ -716,6 +764,7 @@ def test_interface_flags():
     assert flags == {
         "channel_codes": (True, True, 8),
         "key_bits": (True, False, 1),
+        "key_planes": (True, False, 1),
         "cuboid_mean": (False, False, 1),
         "min_max": (False, False, 1),
         "pages": (False, False, 1),

@@ -9,12 +9,13 @@ from .centroid import CentroidDigest
 from .channel_codes import ChannelCodesDigest
 from .cuboid_mean import CuboidMeanDigest
 from .key_bits import KeyBitsDigest
+from .key_planes import KeyPlanesDigest
 from .min_max import MinMaxDigest
 from .pages import PagesDigest
 
 DIGESTS: dict[str, type[Digest]] = {
     cls.name: cls
-    for cls in (ChannelCodesDigest, KeyBitsDigest, CuboidMeanDigest, MinMaxDigest, PagesDigest, CentroidDigest)
+    for cls in (ChannelCodesDigest, KeyBitsDigest, KeyPlanesDigest, CuboidMeanDigest, MinMaxDigest, PagesDigest, CentroidDigest)
 }
 
 
@@ -22,7 +23,7 @@ def get_digest(name: str, block_size: int, head_dim: int, **options: Any) -> Dig
     """Build a digest by name.
 
     Args:
-        name: "channel_codes", "key_bits", "cuboid_mean", "min_max", "pages" or "centroid".
+        name: "channel_codes", "key_bits", "key_planes", "cuboid_mean", "min_max", "pages" or "centroid".
         block_size: tokens per block.
         head_dim: key head dimension.
         **options: key_bits takes `bits`; pages takes `logical_size`; channel_codes takes `group`, `high_fraction` and
@@ -44,6 +45,7 @@ __all__ = [
     "CuboidMeanDigest",
     "Digest",
     "KeyBitsDigest",
+    "KeyPlanesDigest",
     "MinMaxDigest",
     "PagesDigest",
     "get_digest",

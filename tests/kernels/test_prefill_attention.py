@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparse.kernels import ops
 from hf_sparse.kernels import prefill as prefill_module
-from hf_sparse.kernels.prefill import prefill_attention, streaming_attention
+from hf_sparse.kernels.prefill import causal_attention, prefill_attention, streaming_attention
 from hf_sparse.kernels.reference import prefill as reference
 from tests.kernels.prefill_cases import CASES, Case
 
@@ -49,6 +49,18 @@ def test_one_launch_against_float64(case, device):
     out = torch.full((*query.shape[:3], values.shape[-1]), torch.nan, dtype=case.dtype, device=device)
     ops.prefill(out, query, keys, values, heads, len(dense), *settings(case), parts["sinks"])
     assert_right(out, case.expected(**parts), case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_kernel", [False, True], ids=["pytorch", "op"])
+@pytest.mark.parametrize(("queries", "softcap", "sinks"), [(37, 0.0, False), (37, 5.0, True), (1061, 0.0, False), (1100, 5.0, True)],
+                         ids=["chunk", "chunk-cap-sinks", "long-chunk", "prompt-cap-sinks"])
+def test_heads_that_see_everything(queries, softcap, sinks, by_kernel, device, monkeypatch):
+    case = Case(1100, queries, heads=3, dim=20, value_dim=12, streaming=(), softcap=softcap)
+    parts = case.tensors(device)
+    parts["sinks"] = torch.randn(6, device=device) if sinks else None
+    monkeypatch.setattr(prefill_module, "_kernel_is_faster", lambda *args: by_kernel)
+    assert_right(causal_attention(**parts, scaling=case.scaling, softcap=softcap), case.expected(**parts), case)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
