@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 __all__ = [
     "AttentionInterface", "AttentionMaskInterface", "CACHE_ARGUMENT", "CACHE_NAMES", "Cache", "CacheLayerMixin",
+    "TURNS_IN_CHUNKS",
     "causal_mask_function", "chunk_of", "is_plain_layer", "is_sliding_layer", "query_length", "sdpa_attention_forward",
     "sdpa_mask", "template_layers",
 ]
@@ -22,6 +23,8 @@ if VERSION < (5, 0):
 # 5.24 renamed `past_key_values` to `cache` in every forward and in generate(); the old name still works there.
 CACHE_NAMES = ("past_key_values", "cache")
 CACHE_ARGUMENT = "cache" if VERSION >= (5, 24) else "past_key_values"
+# Of a turn in chunks on a filled cache, 5.17 feeds the whole conversation again, or gives new tokens the mask of the first ones.
+TURNS_IN_CHUNKS = VERSION >= (5, 24)
 
 
 def query_length(args: tuple, kwargs: dict) -> int:

@@ -22,7 +22,7 @@ class Kept:
     start: int
     age: int
     query: torch.Tensor                                     # [G, D] float64
-    short: bool = False                                     # more was read than is kept
+    short: bool = False                                     # more was read than is kept, or the row was read whole
 
 
 class Reader:
@@ -140,7 +140,7 @@ class Reader:
             weights = weights * torch.exp(mass(seen) - captured)[:, None]
         torch.testing.assert_close(output.double(), weights @ values, rtol=10 * tolerance, atol=tolerance)
         old = Kept(chosen, start, 0, query) if due else old
-        self.kept[row, head] = dataclasses.replace(old, age=old.age + 1)
+        self.kept[row, head] = dataclasses.replace(old, age=old.age + 1, short=length < config.min_context)
 
 
 # What one query becomes, along itself and at a right angle, and whether its group selects anew.
@@ -159,3 +159,12 @@ def one_query_turns(turn: str, **settings) -> None:
     reader.check(2)
     others = [False] * (reader.heads - 2)
     assert reader.fresh == [[True] * reader.heads, [False] * reader.heads, [False, ends, *others], [False] * reader.heads]
+
+
+def a_row_that_was_read_whole(**settings) -> None:
+    """A row below `min_context`, in a longer batch, keeps nothing: its list is of more blocks than the budget has."""
+    reader = Reader(150, pads=(0, 70), reuse=16, reuse_refresh=0, top_k=6, min_context=84, **settings)
+    reader.check(7)
+    heads = range(reader.heads)
+    assert [[step[reader.heads + head] for head in heads] for step in reader.fresh[:5]] == [[True for _ in heads]] * 4 + [
+        [False for _ in heads]]

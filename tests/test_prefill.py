@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_sparse import PSACache, PSAConfig, patched
-from hf_sparse.patches import prefill
+from hf_sparse.compat import TURNS_IN_CHUNKS
+from hf_sparse.patches import checks, prefill
 from hf_sparse.patches.graph import _one_token
 from hf_sparse.patches.prefill import SMALLEST, activation_bytes, chunk_size, kv_bytes
 from tests.models import get_model
@@ -243,6 +244,7 @@ def test_a_single_token_that_is_left_over_is_no_decode_step(chunk, pads):
     assert got["cache"].stats()["blocks_read"] == expected["cache"].stats()["blocks_read"]
 
 
+@pytest.mark.skipif(not TURNS_IN_CHUNKS, reason="transformers gets them wrong: refused")
 @pytest.mark.parametrize("only_new", [False, True])
 @torch.no_grad()
 def test_nor_is_one_of_a_new_turn_in_chunks(only_new):
@@ -258,6 +260,17 @@ def test_nor_is_one_of_a_new_turn_in_chunks(only_new):
         scores.append(second["scores"])
         assert second["cache"].stats()["sparse_steps"] == 5 + 2
     torch.testing.assert_close(*scores, rtol=0, atol=2e-4)
+
+
+def test_turns_in_chunks_are_refused_where_transformers_gets_them_wrong(monkeypatch):
+    model, first = get_model("llama"), run("llama", pads=False)
+    monkeypatch.setattr(checks, "TURNS_IN_CHUNKS", False)
+    ids = torch.cat([first["tokens"], make_prompt(20, seed=9)[None]], 1)
+    more = dict(attention_mask=torch.ones_like(ids), max_new_tokens=3, prefill_chunk_size=10)
+    before = first["cache"].get_seq_length()
+    with patched(model, SETTINGS), pytest.raises(NotImplementedError, match="prefill_chunk_size"):
+        run_generate(model, first["cache"], input_ids=ids, **more)
+    assert first["cache"].get_seq_length() == before
 
 
 @pytest.mark.parametrize(("expected", "decode"), [(0, True), (5, True), (6, False)])

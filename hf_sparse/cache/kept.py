@@ -10,7 +10,7 @@ class KeptSelection:
     """What a layer keeps of its selection: ranked blocks only, as the always-read ones are read anew at each token.
 
     A row and KV head selects anew when
-    - nothing is kept, or `reuse` tokens have had what is;
+    - nothing is kept, or `reuse` tokens have had what is. Nothing is kept of rows below `min_context`, which are read whole;
     - its always-read tail begins elsewhere, since blocks that have left it were in no selection;
     - a query head of its group has turned away from the query that the selection was made for, so that the cosine is below
       `reuse_refresh`.
@@ -21,7 +21,7 @@ class KeptSelection:
     def __init__(self):
         self.state = self.query = self.ranked = None        # the kernels': see `reserve`
         self._length = None                                 # padded length at which the reference's was last used
-        self._order = self._read = self._start = self._age = self._query = None
+        self._order = self._read = self._start = self._short = self._age = self._query = None
 
     # -- what makes it void -----------------------------------------------------------------------------------------
     def forget(self) -> None:
@@ -59,7 +59,7 @@ class KeptSelection:
         the tail."""
         if self._length != length - 1:
             return torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-        return (self._age >= reuse) | (start != self._start)[:, None] | drifted(query, self._query, refresh)
+        return (self._age >= reuse) | (self._short | (start != self._start))[:, None] | drifted(query, self._query, refresh)
 
     def plan(self, fresh: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks in the order in which they may be read [B, H, M], and how many of them [B, H]: this token's own ranking and
@@ -73,11 +73,13 @@ class KeptSelection:
         self._order = order
         return order, count
 
-    def keep(self, fresh: torch.Tensor, query: torch.Tensor, start: torch.Tensor, length: int, read: torch.Tensor) -> None:
-        """After a token, with the arguments of `due`: what is `fresh` is kept. read: [B, H] ranked blocks that were read."""
+    def keep(self, fresh: torch.Tensor, query: torch.Tensor, start: torch.Tensor, length: int, read: torch.Tensor,
+             short: torch.Tensor) -> None:
+        """After a token, with the arguments of `due`: what is `fresh` is kept. read: [B, H] ranked blocks that were read. short:
+        [B] rows that are read whole, of which nothing is kept: their list is of more than a budget."""
         if self._length is None:
             self._age, self._query, self._read = torch.zeros_like(read), query, read
         self._age = torch.where(fresh, 1, self._age + 1)
         self._query = torch.where(fresh[..., None, None], query, self._query)
         self._read = torch.where(fresh, read, self._read)
-        self._start, self._length = start, length
+        self._start, self._short, self._length = start, short, length

@@ -40,27 +40,29 @@ class PSALayer(LayerRows):
         self.group = query.shape[1] // self.heads
         if self.config.sparse_queries and count > 1 and past > 0 and mask is None and not pending.committed:
             return self._attend_one_by_one(query, pending, valid, scaling, softcap, sinks, dense_step)
-        # A single token on a filled cache is a decode step, unless it is left over from a prompt in chunks.
-        single = count == 1 and past > 0 and not self._is_of_prompt(past + 1)
+        # A single token on a filled cache is a decode step, unless it is left over from a prompt in chunks, or the last of several
+        # that are new, the others' queries being of no use.
+        single = count == pending.count == 1 and past > 0 and not self._is_of_prompt(past + 1)
         if single and mask is None and valid is None and not pending.committed and self.on_device(past + 1):
             with Change(self.state, self.pool):
                 return self._device_step(query, pending, scaling, softcap, sinks)
         sparse = single and mask is None and self.is_sparse(past + 1)
         if sparse and not pending.committed:
             self._digest()
+        own = not pending.committed                         # else another layer's, which shares its keys and values
         self.commit(pending, valid)
         if not sparse:
-            self.digests.observe(query, self.heads, valid)
+            self.digests.observe(query, self.heads, None if valid is None else valid[:, -count:])
         if mask is not None:
             keys, values = self.padded()
             if mask.dtype == torch.bool:
                 mask = mask | ~mask.any(-1, keepdim=True)                  # queries of padding: finite, and unread
             return exact_attention(query, keys, values, mask[..., :keys.shape[2]], scaling, softcap, sinks)
         if single:
-            return self._decode(query, scaling, softcap, sinks, dense_step)
-        if past == 0:
+            return self._decode(query, scaling, softcap, sinks, dense_step, own)
+        if past == 0 and count == pending.count:
             return self._prefill(query, pending, scaling, softcap, sinks)
-        return self._extend(query, past, scaling, softcap, sinks)
+        return self._extend(query, scaling, softcap, sinks)
 
     def take(self, query, pending: Pending, valid) -> None:
         """Store the first tokens of a row, whose attention somebody else computes: query [B, Hq, q, D], see `attend`."""
@@ -97,7 +99,7 @@ class PSALayer(LayerRows):
         index = order[:, None, :, None].expand(-1, output.shape[1], -1, output.shape[3])
         return torch.empty_like(output).scatter_(2, index, output)
 
-    def _extend(self, query, past, scaling, softcap, sinks):
+    def _extend(self, query, scaling, softcap, sinks):
         """Several new tokens on a filled cache (a chunk, a new turn, drafts): exact, over what the tiers hold.
 
         One layer's keys and values are made dense for it, without padding, so that a row needs no mask but the causal one.
@@ -109,7 +111,7 @@ class PSALayer(LayerRows):
         output = query.new_zeros(*query.shape[:3], self.value_dim)
         # Of prompts and turns in pieces only: a step of one token never comes here, so the host may wait for the lengths.
         for row, length in enumerate(self.lengths.tolist()):
-            real, here = self.valid[row, past:].nonzero().squeeze(1), slice(row, row + 1)
+            real, here = self.valid[row, -query.shape[2]:].nonzero().squeeze(1), slice(row, row + 1)
             if len(real):
                 output[here, :, real] = causal_attention(query[here, :, real], keys[here, :, :length], values[here, :, :length],
                                                           scaling, softcap, sinks)
@@ -129,17 +131,17 @@ class PSALayer(LayerRows):
                             self.config.sink_blocks, self.key_dim, self.value_dim,
                             None if self.exact is None else self._blocks)
 
-    def _decode(self, query, scaling, softcap, sinks, dense_step):
+    def _decode(self, query, scaling, softcap, sinks, dense_step, own=True):
         self.stats.steps += 1
         if not self.is_sparse(self.length):
             keys, values = self.padded()
             mask = self.valid[:, None, None] if self.ragged else None
             return dense_step(query, keys, values, mask)
-        return self._sparse_step(query, scaling, softcap, sinks)
+        return self._sparse_step(query, scaling, softcap, sinks, own)
 
-    def _sparse_step(self, query, scaling, softcap, sinks):
+    def _sparse_step(self, query, scaling, softcap, sinks, own):
         with Change(self.state, self.pool, ()):
-            return sparse_step(self, query, scaling, softcap, sinks)
+            return sparse_step(self, query, scaling, softcap, sinks, own)
 
     # -- the decode step as kernels -------------------------------------------------------------------------------------
     def on_device(self, length: int) -> bool:

@@ -10,8 +10,11 @@ from ..kernels import ops
 from ..selection.rounds import round_bounds
 
 
-def sparse_step(layer, query, scaling: float, softcap: float, sinks):
-    """One token of every row, reading only the blocks that matter (design: the decode step)."""
+def sparse_step(layer, query, scaling: float, softcap: float, sinks, own: bool = True):
+    """One token of every row, reading only the blocks that matter (design: the decode step).
+
+    own: the queries are the layer's. Those of layers that share its keys and values select for themselves, and keep nothing.
+    """
     config, P, store = layer.config, layer.config.block_size, layer.digests
     B, H, G = layer.batch, layer.heads, query.shape[1] // layer.heads
     tiers = layer.pool.tiers()
@@ -33,7 +36,7 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
         count, floor, limit = budget(config, layer.lengths, candidates, forced, total, units * store.unit_blocks)
         order, rest = ops.select(store.score(q, units, softcap), mass, config.sink_blocks, start, limit,
                                  config.group_reduction)
-        if config.reuse > 1:
+        if config.reuse > 1 and own:
             fresh = layer.kept.due(q, start, layer.length, config.reuse, config.reuse_refresh)
             order, count = layer.kept.plan(fresh, order, count)
         output, mass, read, coverage = ops.attend(
@@ -43,7 +46,7 @@ def sparse_step(layer, query, scaling: float, softcap: float, sinks):
             config.stop_window, config.group_stop == "min", P, layer.value_dim, softcap, config.eviction,
             not store.digest.token_level, config.kv_bits, layer.dtype, None if fresh is None else ~fresh)
         if fresh is not None:
-            layer.kept.keep(fresh, q, start, layer.length, read)
+            layer.kept.keep(fresh, q, start, layer.length, read, layer.lengths < config.min_context)
     true = _true_mass(layer, q, softcap) if config.verify else None
     layer.stats.record(read + forced[:, None], total, mass, coverage, true, sink_logits, fresh)
     if layer.pool.tiered:

@@ -154,6 +154,7 @@ class WindowLayer(LayerProtocol):
         start, count = pending.start, query.shape[2]
         keys, values, flags = self._store(pending, valid)
         past = keys.shape[2] - count
+        first = start + pending.count - keys.shape[2]       # position of the first key
         if mask is not None:
             mask = mask[..., -keys.shape[2]:]
             if mask.dtype == torch.bool:
@@ -167,7 +168,7 @@ class WindowLayer(LayerProtocol):
             own = torch.arange(past + low, past + high, device=query.device)[:, None]
             pattern = ((seen <= own) & (seen > own - self.window))[None]
             if self.chunk is not None:
-                pattern = pattern & self._same_chunk(start - past + seen, start - past + own)
+                pattern = pattern & self._same_chunk(first + seen, first + own)
             pattern = (pattern & flags[:, None, left:past + high]) | (seen == own)
             outputs.append(exact_attention(query[:, :, low:high], keys[:, :, left:past + high],
                                            values[:, :, left:past + high], pattern[:, None], scaling, softcap, sinks))

@@ -63,14 +63,14 @@ def selects_anew(desc, pid):
 
 
 @triton.jit
-def keep(desc, Q, q_b, q_h, pid, start, planned, H: tl.constexpr, MAPPED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+def keep(desc, Q, q_b, q_h, pid, start, planned, short, H: tl.constexpr, MAPPED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
          D: tl.constexpr, DP: tl.constexpr, TYPE: tl.constexpr):
-    """Note down what has been selected, and for what."""
+    """Note down what has been selected, and for what. short: the row is read whole, and its list is not kept."""
     now, at, inside = _queries(desc, Q, q_b, q_h, pid, H, MAPPED, G, GP, D, DP, TYPE)
     tl.store(at, now, mask=inside)
     tl.store(_state(desc, pid) + START, start)
     tl.store(_state(desc, pid) + PLANNED, planned)
-    tl.store(_state(desc, pid) + AGE, 1)
+    tl.store(_state(desc, pid) + AGE, tl.where(short, 0, 1))
 
 
 @triton.jit

@@ -187,7 +187,7 @@ def select_kernel(desc, Q, MF, TOT, INFO, q_b, q_h, need, max_blocks, min_blocks
     tl.store(info + 3, count)
     tl.store(info + 4, cut)
     if REUSE > 1:
-        keep(desc, Q, q_b, q_h, pid, start, planned, H, MAPPED, G, GP, D, DP, TYPE)
+        keep(desc, Q, q_b, q_h, pid, start, planned, short, H, MAPPED, G, GP, D, DP, TYPE)
     if REMEMBER:
         tl.store(d.address(desc, d.PLANNED_BEFORE, tl.int32) + pid, planned)
     if TIERED:

@@ -78,21 +78,23 @@ def dense_step(module, query, keys, values, mask, *, scaling: float, softcap: fl
 
 
 def read_mask(mask, count: int, pending):
-    """What a mask says about `count` queries: (validity of the new tokens [B, q] or None, pattern or None).
+    """What a mask says about `count` queries: (validity of the new tokens [B, new] or None, pattern or None).
 
-    A [B, 1, 1, kv] mask of several queries is ours and speaks of padding only. Anything else is a pattern, from a
-    model with special spans or from the user, and is applied exactly.
+    There are fewer queries than new tokens where a model asks for its last tokens only (layers that share keys and values). A
+    [B, 1, 1, kv] mask of several new tokens is ours and speaks of padding only. Anything else is a pattern, from a model with
+    special spans or from the user, and is applied exactly.
     """
     if mask is None:
         return None, None
-    if mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == 1 and count > 1:
+    new = pending.count
+    if mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == 1 and new > 1:
         if mask.stride(-1) == 0:
             return None, None
-        return mask[:, 0, 0, -count:], None
+        return mask[:, 0, 0, -new:], None
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    valid = visible.flatten(1, 2).any(1)[:, -count:]
+    valid = visible.flatten(1, 2).any(1)[:, -new:]
     valid = valid.expand(pending.keys.shape[0], -1)
-    return (None if bool(valid.all()) else valid), mask
+    return (None if bool(valid.all()) else valid), mask[..., -count:, :]
 
 
 def _expand_padding(mask, count: int, total: int, window: int | None):

@@ -5,6 +5,7 @@ import torch
 
 from ..cache.psa_cache import PSACache
 from ..cache.streaming_ring import SLACK_TOKENS
+from ..compat import TURNS_IN_CHUNKS
 
 
 def check_generate(cache: PSACache, kwargs: dict, generation_config) -> None:
@@ -22,6 +23,11 @@ def check_generate(cache: PSACache, kwargs: dict, generation_config) -> None:
         if kwargs.get(name, getattr(generation_config, name, None)) is not None:
             raise NotImplementedError(f"{name} with a cache that already holds tokens: transformers feeds the whole prompt "
                                       "again then, whatever the cache. Use a new cache, or generate without drafts.")
+    chunk = kwargs.get("prefill_chunk_size", getattr(generation_config, "prefill_chunk_size", None))
+    if chunk is not None and not TURNS_IN_CHUNKS:
+        raise NotImplementedError("prefill_chunk_size with a cache that already holds tokens: before 5.24 transformers counts a "
+                                  "turn's chunks from the beginning of the conversation. Upgrade it, or leave prefill_chunk_size "
+                                  "out of later turns.")
     ids = kwargs.get("input_ids", kwargs.get("inputs"))
     mask = kwargs.get("attention_mask")
     length = mask.shape[1] if mask is not None else ids.shape[1] if ids is not None else None

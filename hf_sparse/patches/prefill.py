@@ -15,7 +15,7 @@ from ..cache.psa_cache import PSACache
 from ..cache.split import SplitLayer
 from ..cache.state import auto_budget, free_bytes
 from ..cache.window import WindowLayer
-from ..compat import CACHE_NAMES, layer_config
+from ..compat import CACHE_NAMES, TURNS_IN_CHUNKS, layer_config
 
 SMALLEST = 256                                              # tokens of a chunk, at least; fewer would win next to nothing
 MARGIN = 1.25                                               # for what an estimate of activations leaves out
@@ -106,6 +106,8 @@ def _automatic(model, cache: PSACache, kwargs: dict, generation_config, ids) -> 
     config, device = layer_config(model.config.get_text_config(decoder=True), first), model.device
     past = cache.tokens
     if device.type != "cuda" or not torch.is_tensor(ids) or ids.dim() != 2 or ids.shape[1] - past <= SMALLEST:
+        return None
+    if past and not TURNS_IN_CHUNKS:
         return None
     if len(set(map(str, (getattr(model, "hf_device_map", None) or {"": 0}).values()))) > 1:
         return None

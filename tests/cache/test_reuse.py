@@ -10,7 +10,7 @@ from hf_sparse.cache.kept import KeptSelection
 from hf_sparse.selection.drift import drifted
 from tests.models import get_model
 from tests.parity import assert_same_run, reference
-from tests.reuse import DIM, GROUP, HEADS, TURNS, Reader, one_query_turns
+from tests.reuse import DIM, GROUP, HEADS, TURNS, Reader, a_row_that_was_read_whole, one_query_turns
 from tests.scenarios import SCENARIOS, greedy
 
 P = 8
@@ -51,6 +51,10 @@ def test_ragged_rows_and_early_refresh(settings, reuse):
     reader.check(3 * P)
     flat = [fresh for step in reader.fresh for fresh in step]
     assert reader.early and not all(flat)                   # both ways to go on were taken
+
+
+def test_a_row_that_was_read_whole():
+    a_row_that_was_read_whole()
 
 
 @pytest.mark.parametrize("digest", ["channel_codes", "cuboid_mean", "centroid"])

@@ -6,7 +6,7 @@ import torch
 
 from tests.cache.drive import required
 from tests.cache.test_reuse import CHANGES
-from tests.reuse import HEADS, TURNS, Reader, one_query_turns
+from tests.reuse import HEADS, TURNS, Reader, a_row_that_was_read_whole, one_query_turns
 from tests.triton.test_tiered_step import Run, small_launches  # noqa: F401 - a fixture
 
 P = 8
@@ -39,6 +39,10 @@ def test_ragged_rows_and_early_refresh(settings):
     flat = [fresh for step in reader.fresh for fresh in step]
     assert reader.layer.stats.reference_steps == 0 and not all(flat)
     assert reader.early or "digest" in settings
+
+
+def test_a_row_that_was_read_whole():
+    a_row_that_was_read_whole(kernels=True)
 
 
 @pytest.mark.parametrize("turn", [turn if turn in ("turned", "none") else pytest.param(turn, marks=pytest.mark.slow)
