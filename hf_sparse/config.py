@@ -163,14 +163,14 @@ class PSAConfig:
                 raise ValueError(f"{name}={value} as a share must lie in (0, 1); blocks are given as an int.")
         for name, low in (("stop_window", 1), ("sink_blocks", 0), ("recent_blocks", 0), ("min_context", 0),
                           ("round_blocks", 1), ("record_steps", 0), ("block_size", None), ("key_bits", None),
-                          ("logical_size", 1), ("reuse", 1), ("kv_bits", None)):
+                          ("logical_size", 1), ("reuse", 1)):
             self._integer(name, low)
         if self.round_blocks not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"round_blocks={self.round_blocks} must be a power of two up to 32.")
         if self.block_size not in (4, 8, 16, 32, 64):
             raise ValueError(f"block_size={self.block_size!r} is not supported; choose 16, 32 or 64 "
                              "(4 and 8 exist for tests).")
-        if self.kv_bits not in (16, 8, 4):
+        if type(self.kv_bits) is not int or self.kv_bits not in (16, 8, 4):
             raise ValueError(f"kv_bits={self.kv_bits!r} is not supported; choose 16 (as the model has them), 8 or 4.")
         if self.kv_bits < 16 and self.block_size < 16:
             raise ValueError(f"kv_bits={self.kv_bits} needs blocks of at least 16 tokens, got block_size={self.block_size}: every "

@@ -321,7 +321,7 @@ def test_budget_without_a_host_tier_counts_the_exact_blocks():
 
 
 # -- settings -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("bits", [3, 2, 0, 32, True, "8", None])
+@pytest.mark.parametrize("bits", [3, 2, 0, 32, True, "8", None, 4.0])
 def test_other_numbers_of_bits_are_refused(bits):
     with pytest.raises(ValueError, match="kv_bits=.*choose 16"):
         PSAConfig(kv_bits=bits)

@@ -335,7 +335,7 @@ def test_the_rule_is_that_of_the_cache():
     for token in range(T):
         fresh = kept.due(query[:, token], start[:, token], 100 + token, 4, 0.85)
         got, _ = kept.plan(fresh, order[:, token], ones[:, 0])
-        kept.keep(fresh, query[:, token], start[:, token], 100 + token, ones)
+        kept.keep(fresh, query[:, token], start[:, token], 100 + token, ones, torch.zeros(R, dtype=torch.bool))
         assert torch.equal(fresh, expected.unflatten(0, (R, T))[:, token])
         assert torch.equal(got[..., 0] == order[:, token, :, 0], fresh)
     assert not expected.all() and expected.float().mean() > 0.3
