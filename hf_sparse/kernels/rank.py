@@ -27,24 +27,26 @@ def rank_kernel(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, soft
     selection, above 1."""
     let_next_start(OVERLAP)
     pid, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ranks = part >= PIECES
-    if REUSE > 1:
-        fresh = decide(desc, Q, q_b, q_h, pid, refresh, H, MAPPED, G, GP, D, DP, P, UB, SINK, RECENT, TYPE, REUSE)
-        ranks = ranks & fresh
-        if (part == 0) & (tl.program_id(2) == 0):
-            write_down(desc, pid, fresh)
     if part < PIECES:
         if tl.program_id(2) == 0:
+            if REUSE > 1:
+                if part == 0:
+                    write_down(desc, pid, decide(desc, Q, q_b, q_h, pid, refresh, H, MAPPED, G, GP, D, DP, P, UB, SINK, RECENT,
+                                                 TYPE, REUSE))
             append(desc, Q, K, V, OF, MF, q_b, q_h, k_b, k_h, v_b, v_h, scale, softcap, pid, part, H, MAPPED, G, GP, D, DP, DV,
                    DVP, P, UB, SINK, RECENT, TAIL, R4, R2, PAGES, PIECES, FT, TT, TYPE, CAP, KV_BITS, NEWEST, TIERED, POLICY,
                    BYTES, WORD, COPY, LEAVING)
-    elif ranks:
-        if PAGES > 0:
-            score_pages(desc, Q, q_b, q_h, scale, softcap, pid, part - PIECES, tl.num_programs(1) - PIECES, H, MAPPED, G, GP, D,
-                        DP, P, PAGES, TB, TYPE, CAP)
-        else:
-            score(desc, Q, q_b, q_h, scale, softcap, pid, part - PIECES, tl.num_programs(1) - PIECES, H, MAPPED, G, GP, D, P,
-                  UB, R4, R2, PTX, CAP)
+    else:
+        fresh = part >= PIECES
+        if REUSE > 1:
+            fresh = decide(desc, Q, q_b, q_h, pid, refresh, H, MAPPED, G, GP, D, DP, P, UB, SINK, RECENT, TYPE, REUSE)
+        if fresh:
+            if PAGES > 0:
+                score_pages(desc, Q, q_b, q_h, scale, softcap, pid, part - PIECES, tl.num_programs(1) - PIECES, H, MAPPED, G, GP,
+                            D, DP, P, PAGES, TB, TYPE, CAP)
+            else:
+                score(desc, Q, q_b, q_h, scale, softcap, pid, part - PIECES, tl.num_programs(1) - PIECES, H, MAPPED, G, GP, D, P,
+                      UB, R4, R2, PTX, CAP)
 
 
 @triton.jit
