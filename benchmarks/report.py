@@ -23,7 +23,7 @@ NONE_YET = "Nothing is committed yet: run the command above on a GPU, then `pyth
 MISSING = {
     "offload_h200.json": "Not measured yet: run `python -m benchmarks.offload` on a GPU, then `python -m benchmarks.report`.",
     "offload_real.json": "Not measured yet: run `python -m benchmarks.offload_real MODEL_DIR`, then `python -m benchmarks.report`.",
-    "prefill_kernel_h200.json": "Not measured yet: run `python -m benchmarks.prefill_kernel` on a GPU, then `python -m benchmarks.report`.",
+    "prefill_kernel_h200.json": "Nothing is committed yet: run `python -m benchmarks.prefill_kernel` on a GPU, then `python -m benchmarks.report`.",
     "lserve_h200.json": "No run yet: run `python -m benchmarks.lserve` on a GPU, then `python -m benchmarks.report`.",
 }
 
