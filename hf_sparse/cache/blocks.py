@@ -11,7 +11,7 @@ from ..kernels.reference.fetch import read
 from ..kernels.reference.quantise import dequantise_blocks
 from .digest_store import DigestStore
 from .exact_blocks import ExactBlocks
-from .handle import KVHandle, KVLength, Pending
+from .handle import KVLength, Pending
 from .kept import KeptSelection
 from .owner import Change
 from .pool import next_version
@@ -128,16 +128,6 @@ class LayerBlocks(LayerProtocol):
         self.pool = self.state.pool(key_states, value_states, self.order)
         self.pool.join(self)
         self.is_initialized = True
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Accept new tokens [B, H, q, D]; they are stored when attention runs. Returns two `KVHandle`s."""
-        self._flush()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.check_batch(key_states.shape[0])
-        self.pending = Pending(key_states, value_states, self.length)
-        total = self.length + key_states.shape[2]
-        return KVHandle(self, "keys", self.pending, total), KVHandle(self, "values", self.pending, total)
 
     def _flush(self) -> None:
         self._extend_valid()

@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 
 from ..compat import CacheLayerMixin
+from .handle import KVHandle, Pending
 
 
 class LayerProtocol(CacheLayerMixin):
@@ -17,6 +18,24 @@ class LayerProtocol(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Accept new tokens [B, H, q, D]; they are stored when attention runs. Returns two `KVHandle`s."""
+        self._flush()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.check_batch(key_states.shape[0])
+        self._announce(key_states, value_states)
+        self.pending = Pending(key_states, value_states, self.length)
+        total = self._past(self.length) + key_states.shape[2]
+        return KVHandle(self, "keys", self.pending, total), KVHandle(self, "values", self.pending, total)
+
+    def _announce(self, key_states, value_states) -> None:
+        """New tokens, for layers within this one."""
+
+    def _past(self, length: int) -> int:
+        """Stored tokens that a next token could see."""
+        return length
 
     def get_seq_length(self) -> int:
         waiting = self.pending is not None and not self.pending.committed

@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from ..kernels.prefill import head_index
-from .handle import KVHandle, KVLength, Pending
+from .handle import KVLength, Pending
 from .layer import PSALayer
 from .owner import Change
 from .protocol import LayerProtocol
@@ -88,17 +88,9 @@ class SplitStorage(LayerProtocol):
             self.blocks.model_heads, self.blocks.head_index = self.heads, self.others
         self.is_initialized = True
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Accept new tokens [B, H, q, D]; they are stored when attention runs. Returns two `KVHandle`s."""
-        self._flush()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.check_batch(key_states.shape[0])
+    def _announce(self, key_states, value_states) -> None:
         if self.blocks is not None:
             self.blocks.update(*(self._rest(part) for part in (key_states, value_states)))
-        self.pending = Pending(key_states, value_states, self.length)
-        total = self.length + key_states.shape[2]
-        return KVHandle(self, "keys", self.pending, total), KVHandle(self, "values", self.pending, total)
 
     def _rest(self, part: torch.Tensor) -> torch.Tensor:
         """The other heads of keys or values [B, H, q, *]."""

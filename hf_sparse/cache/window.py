@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from ..kernels.reference.dense import exact_attention
-from .handle import KVHandle, KVLength, Pending
+from .handle import KVLength, Pending
 from .owner import Change
 from .protocol import LayerProtocol
 from .state import CacheState
@@ -61,22 +61,11 @@ class WindowLayer(LayerProtocol):
         return (self.ring_keys.numel() + self.ring_values.numel()) * self.ring_keys.element_size()
 
     # -- transformers' protocol -----------------------------------------------------------------------------------
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Accept new tokens [B, H, q, D]; they are stored when attention runs. Returns two `KVHandle`s."""
-        self._flush()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.check_batch(key_states.shape[0])
-        self.pending = Pending(key_states, value_states, self.length)
-        visible = self._past(self.length) + key_states.shape[2]
-        return KVHandle(self, "keys", self.pending, visible), KVHandle(self, "values", self.pending, visible)
-
     def _flush(self) -> None:
         if self.pending is not None and not self.pending.committed:
             self._store(self.pending, None)
 
     def _past(self, length: int) -> int:
-        """Stored tokens that a next token could see."""
         return min(length, self.window - 1)
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:

@@ -141,7 +141,6 @@ class Tuning:
     reading_many: Reading = Reading(chunk_blocks=2, tile=32, warps=2, waves=12)     # from MANY_ROWS on: small programs
     reading_packed: Reading = Reading(chunk_blocks=2, tile=64, warps=2, waves=16)           # of blocks quantised to 4 bits
     reading_packed_many: Reading = Reading(chunk_blocks=4, tile=128, warps=2, waves=4)
-    packed_registers: int | None = None
     merge_tile: int = 32            # chunks merged at once
     merge_warps: int = 4
     extend_programs: int = 32       # of a row and KV head, at most
@@ -228,9 +227,7 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     attend_kernel[(rows, per_row(how.waves))](
         desc, query, work.total, work.info, query.stride(0), query.stride(1), log2_scale, softcap, **read, **heads, CB=CB,
         TT=max(P, min(how.tile, CB * P, 16384 // DP)), BESIDE=overlap and tier is not None and tier.beside,
-        THREADS=32 * how.warps, num_warps=how.warps, num_stages=1,
-        **({"maxnreg": tune.packed_registers} if tune.packed_registers and on_gpu and shape.kv_bits < 16 and
-           shape.dtype.itemsize == 2 else {}))
+        THREADS=32 * how.warps, num_warps=how.warps, num_stages=1)
     merge_kernel[(rows, G)](
         desc, work.forced, work.forced_mass, work.total, work.info, work.mass, sinks, out, policy.threshold, **common, **whole,
         DV=DV, DVP=DVP, CB=CB, CT=tune.merge_tile, TYPE=TYPES[shape.dtype], SINKS=sinks_given, VERIFY=verify,
