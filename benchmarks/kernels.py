@@ -33,10 +33,10 @@ def float64_attention(layer, query, blocks=None):
     return torch.softmax(logits, -1) @ values
 
 
-def check(shape, dtype, threshold, tokens=1500, batch=2, block_size=32):
+def check(shape, dtype, threshold, tokens=1500, batch=2, block_size=32, kv_bits=16):
     """Relative errors of the kernels and of the reference; reads must agree within a few blocks."""
     query_heads, heads, dim = shape
-    config = PSAConfig(threshold=threshold, min_context=0, block_size=block_size)
+    config = PSAConfig(threshold=threshold, min_context=0, block_size=block_size, kv_bits=kv_bits)
     device = torch.device("cuda")
     state, (layer,) = synthetic_layers(1, batch, query_heads, heads, dim, tokens, dtype, device, config, seed=1,
                                        lengths=[tokens, tokens - 333], peak=1.5)

@@ -24,154 +24,43 @@ parts, which --append and --run put together again.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 
 import torch
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache
 
 from hf_sparse import PSACache, PSAConfig, patch_model, unpatch_model
-from hf_sparse.cache.digest_store import DigestStore
-from hf_sparse.cache.exact_blocks import ExactBlocks
-from hf_sparse.compat import CACHE_ARGUMENT
-from hf_sparse.kernels import decode as kernels
-from hf_sparse.kernels.prefill import prefill_attention
-from hf_sparse.kernels.reference.dense import exact_attention
-from hf_sparse.kernels.reference.quantise import packed_bytes
 
 from . import offload, prefill_kernel
-from .common import add_run_arguments, check_names, check_tokens, graph_times, quantiles, results, run_id, write
+from .common import add_run_arguments, check_names, check_tokens, results, run_id, write
 from .decode import build, generate, sdpa_us
-from .kernels import kernel_times
+from .lserve_chain import CHAIN, ROOM, Chain, attention_alone, selecting
 from .lserve_check import check, failures
-from .offload import GB, failure, pools_of, settle, speed, synchronize
+from .lserve_prompts import prompt_attention, prompt_seconds
+from .lserve_settings import (
+    BATCHES,
+    BUDGET,
+    CONTEXTS,
+    LSERVE,
+    PAGES,
+    POOL,
+    PROMPTS,
+    PSA,
+    REUSE,
+    SETTINGS,
+    WITH_MODEL,
+    described,
+    with_streaming,
+)
+from .memory import all_blocks, block_bytes, held, pool_budget
+from .offload import failure, pools_of, settle, speed, synchronize
 from .synthetic import Queries, Shape, fill, pieces, shape_of
 
-BOTH = (32768, 131072)
-CONTEXTS = {"prefill": BOTH, "attention": BOTH, "decode": BOTH, "chain": (32768,), "offload": (131072,),
-            "ablation": (4096, 16384, 65536, 262144), "reuse": (131072,), "pages": (131072,)}
-BATCHES = {"chain": 8}                                      # of other rows: 1
-WITH_MODEL = ("prefill", "decode", "offload")
-CHAIN = Shape(8, 1, 32, 8, 128, torch.bfloat16, torch.device("cuda"))       # layers of attention alone
-CHAIN_TOKENS = 16                                           # of a graph: a multiple of every `reuse`
-ROOM = 512                                                  # tokens that a chain goes on for, at most
-BUDGET = 4096                                               # tokens that a row and KV head reads
 STOCK_TOKENS = 8
-POOL = 0.1                                                  # of the blocks, in offloaded rows
-REUSE = (1, 2, 4, 8, 16)
-PAGES = ((16, 32), (32, 32), (16, 64), (32, 64), (64, 64))  # tokens of logical and physical pages
-
-PSA = PSAConfig(max_blocks=BUDGET // PSAConfig().block_size)
-LSERVE = PSAConfig.preset("lserve")
-SETTINGS: dict[str, tuple[PSAConfig | None, float]] = {     # rows of generate(), and the share of heads that stream
-    "stock": (None, 0.0),
-    "psa": (PSA, 0.0),
-    "lserve": (LSERVE, 0.0),
-    "lserve-c1": (LSERVE.replace(reuse=1), 0.0),
-    "psa-half": (PSA, 0.5),
-    "lserve-quarter": (LSERVE, 0.25),
-    "lserve-half": (LSERVE, 0.5),
-    "lserve-half-kv8": (LSERVE.replace(kv_bits=8), 0.5),
-    "lserve-half-kv4": (LSERVE.replace(kv_bits=4), 0.5),
-    "psa-half-kv4": (PSA.replace(kv_bits=4), 0.5),
-}
-PROMPTS: dict[str, tuple[PSAConfig | None, float]] = {      # rows "prefill-..."
-    "stock": (None, 0.0),
-    "psa": (PSA, 0.0),
-    "streaming": (PSA, 0.5),
-    "streaming-narrow": (PSA.replace(streaming_prefill_window=PSA.streaming_window, min_context=0), 0.5),
-    "streaming-kv4": (PSA.replace(kv_bits=4), 0.5),
-}
-
-
-def streaming_heads(layers: int, heads: int, share: float) -> tuple[tuple[int, int], ...]:
-    """`share` of the KV heads of a model, as pairs (layer, head): layers by turns have as many, fewer, more and as many.
-
-    Real profiles are uneven too. There are three numbers of heads only, as each has kernels of its own to be compiled.
-    """
-    generator, mean = random.Random(6), round(share * heads)
-    apart = min(mean // 2, heads - mean)
-    counts = (mean, mean - apart, mean + apart, mean)
-    return tuple((layer, head) for layer in range(layers) for head in sorted(generator.sample(range(heads), counts[layer % 4])))
-
-
-def with_streaming(config: PSAConfig, shape: Shape, share: float) -> PSAConfig:
-    return config.replace(streaming_heads=streaming_heads(shape.layers, shape.heads, share)) if share else config
-
-
-def described(config: PSAConfig | None, shape: Shape) -> dict:
-    """What a row says of its settings."""
-    if config is None:
-        return {"streaming": 0.0, "kv_bits": 8 * shape.dtype.itemsize, "reuse": 1}
-    pages = {"logical_size": config.logical_size} if config.digest == "pages" else {}
-    refresh = {"reuse_refresh": config.reuse_refresh} if config.reuse > 1 else {}
-    return {"streaming": round(len(config.streaming_heads) / (shape.layers * shape.heads), 4), "kv_bits": config.kv_bits,
-            "reuse": config.reuse, **refresh, "digest": config.digest, "block_size": config.block_size, **pages}
-
-
-class Chain:
-    """The attention of a filled cache's decode steps, CHAIN_TOKENS tokens a call and layer after layer, without a model.
-
-    rewind: each call begins where the first one did. For caches without streaming heads.
-    """
-
-    def __init__(self, cache: PSACache, queries: Queries, rewind: bool = False):
-        self.layers, self.scaling, self.rewind = cache.step_layers, queries.shape.dim ** -0.5, rewind
-        for layer in self.layers:
-            layer.begin_step()
-        self.step = cache.state.step()
-        self.step.prepare(self.layers)
-        shape = queries.shape
-        generator = torch.Generator(device=shape.device).manual_seed(7)
-        self.new = [torch.randn(shape.batch, shape.heads, 1, shape.dim, generator=generator, device=shape.device).to(shape.dtype)
-                    for _ in range(2)]
-        # A layer's own queries, one a token: part of the walk, and none of the time.
-        self.table = queries.table[-CHAIN_TOKENS:]
-        self.lengths = [layer.lengths for layer in cache.sparse_layers]
-        self.saved = [lengths.clone() for lengths in self.lengths]
-
-    def __call__(self) -> None:
-        for token in range(CHAIN_TOKENS):
-            for layer in self.layers:
-                self.step.run(layer, self.table[token, layer.index], *self.new, None, self.scaling, 0.0)
-        if self.rewind:
-            for lengths, saved in zip(self.lengths, self.saved):
-                lengths.copy_(saved)
-
-    def us(self) -> dict:
-        """Microseconds a layer and token, in a graph."""
-        return quantiles([ms * 1e3 / (CHAIN_TOKENS * len(self.layers)) for ms in graph_times(self, repeats=10)])
-
-    def kernels_us(self) -> dict[str, float]:
-        """Mean microseconds of each kernel by itself: none starts before the one before it has ended."""
-        saved, kernels.TUNING.overlap = kernels.TUNING.overlap, False
-        try:
-            return kernel_times(self)
-        finally:
-            kernels.TUNING.overlap = saved
-
-
-class Skipped:
-    """A kernel that is not launched."""
-
-    def __getitem__(self, grid) -> Callable:
-        return lambda *args, **kwargs: None
-
-
-@contextlib.contextmanager
-def nothing_selected():
-    """Steps that score and select nothing: those of rows that keep a selection."""
-    select, waves = kernels.select_kernel, kernels.TUNING.score_waves
-    kernels.select_kernel, kernels.TUNING.score_waves = Skipped(), 0
-    try:
-        yield
-    finally:
-        kernels.select_kernel, kernels.TUNING.score_waves = select, waves
 
 
 class Bench:
@@ -206,23 +95,7 @@ class Bench:
         unpatch_model(self.model)
 
     def prompt(self, shape: Shape, context: int, config: PSAConfig | None) -> dict:
-        unpatch_model(self.model)
-        if config is not None:
-            patch_model(self.model, config)
-        ids = self.parts.ids(shape, context)[:, :context]
-        mask = None if config is None else torch.ones_like(ids)
-
-        def seconds() -> float:
-            cache = DynamicCache(config=self.model.config) if config is None else PSACache(self.model.config, config)
-            synchronize(shape.device)
-            started = time.perf_counter()
-            with torch.no_grad():
-                self.model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
-            synchronize(shape.device)
-            return time.perf_counter() - started
-
-        seconds()
-        return {"seconds": quantiles([seconds() for _ in range(2)])}
+        return prompt_seconds(self.model, self.parts.ids(shape, context)[:, :context], config)
 
     def attention(self, batch: int, contexts) -> Iterator[dict]:
         one = dataclasses.replace(CHAIN, layers=1, batch=1)
@@ -231,18 +104,7 @@ class Bench:
                               streaming_prefill_window=prefill_kernel.WINDOW)
         for context in contexts:
             for name, config in (("dense", None), ("streaming", streaming)):
-                yield self.measured(f"attention-{name}", "prefill", one, context, config, self.prompt_attention)
-
-    def prompt_attention(self, shape: Shape, context: int, config: PSAConfig | None) -> dict:
-        query, keys, values = prefill_kernel.draw(context)
-        scaling = query.shape[-1] ** -0.5
-        if config is None:
-            function = lambda: exact_attention(query, keys, values, None, scaling, causal=True)  # noqa: E731
-        else:
-            heads = tuple(head for _, head in config.streaming_heads)
-            function = lambda: prefill_attention(query, keys, values, heads, config.streaming_sink,  # noqa: E731
-                                                 config.streaming_prefill_window, scaling)
-        return {"attention_us_per_layer": quantiles([ms * 1e3 for ms in prefill_kernel.times_of(function, 5)])}
+                yield self.measured(f"attention-{name}", "prefill", one, context, config, prompt_attention)
 
     # -- generate() ---------------------------------------------------------------------------------------------
     def decode(self, batch: int, contexts) -> Iterator[dict]:
@@ -296,7 +158,7 @@ class Bench:
         for context in contexts:
             for bits in (16, 4):
                 config, tokens = PSA.replace(kv_bits=bits), context + self.parts.room() + ROOM
-                config = config.replace(gpu_memory=pool_budget(config, shape, context, tokens),
+                config = config.replace(gpu_memory=pool_budget(config, shape, POOL, context, tokens),
                                         host_memory=int(1.05 * all_blocks(config, shape, tokens)) + 2**28)
                 yield self.measured("offload", "decode", shape, context, config, self.fetched)
         unpatch_model(self.model)
@@ -323,73 +185,19 @@ class Bench:
         for context in contexts:
             for tokens, refresh in (*((tokens, 0.0) for tokens in REUSE), (LSERVE.reuse, LSERVE.reuse_refresh)):
                 config = LSERVE.replace(reuse=tokens, reuse_refresh=refresh)
-                yield self.attended("reuse", batch, context, config, self.selecting)
+                yield self.attended("reuse", batch, context, config, selecting)
 
     def pages(self, batch: int, contexts) -> Iterator[dict]:
         for context in contexts:
             for logical, physical in PAGES:
                 config = LSERVE.replace(logical_size=logical, block_size=physical, top_k=BUDGET // physical, reuse=1)
-                yield self.attended("pages", batch, context, config, self.selecting)
+                yield self.attended("pages", batch, context, config, selecting)
 
     def attended(self, name: str, batch: int, context: int, config: PSAConfig, measure: Callable | None = None) -> dict:
-        shape = dataclasses.replace(CHAIN, batch=batch)
-        return self.measured(name, "decode", shape, context, config, measure or self.attention_alone)
+        def measured(shape: Shape, context: int, config: PSAConfig) -> dict:
+            return (measure or attention_alone)(self.parts.queries(shape, context)[0], context, config)
 
-    def chain_of(self, shape: Shape, context: int, config: PSAConfig, rewind: bool = False) -> tuple[Chain, PSACache]:
-        model = LlamaConfig(num_hidden_layers=shape.layers, num_attention_heads=shape.query_heads, num_key_value_heads=shape.heads,
-                            head_dim=shape.dim, hidden_size=shape.query_heads * shape.dim)
-        queries, _ = self.parts.queries(shape, context)
-        cache = PSACache(model, config)
-        fill(cache, queries, context, ROOM)
-        return Chain(cache, queries, rewind), cache
-
-    def attention_alone(self, shape: Shape, context: int, config: PSAConfig) -> dict:
-        chain, cache = self.chain_of(shape, context, config)
-        row = {"attention_us_per_layer": chain.us(), **held(shape, context, cache.stats()["bytes"]["device"])}
-        return {**row, "kv_fraction": cache.stats()["kv_fraction"]}
-
-    def selecting(self, shape: Shape, context: int, config: PSAConfig) -> dict:
-        """The chain, and of it what scoring and selecting take: the chain without them is one that keeps its selection."""
-        chain, cache = self.chain_of(shape, context, config)
-        row = {"attention_us_per_layer": chain.us(), "kernels_us": chain.kernels_us()}
-        row |= {name: cache.stats()[name] for name in ("kv_fraction", "selected")}
-        del chain, cache
-        keeps = config.replace(reuse=2**20, reuse_refresh=0)
-        chain, cache = self.chain_of(shape, context, keeps, rewind=True)
-        chain()
-        with nothing_selected():
-            kept = chain.us()
-        row["selector_us_per_layer"] = round(row["attention_us_per_layer"]["median"] - kept["median"], 3)
-        return {**row, "kept_us_per_layer": kept}
-
-
-def held(shape: Shape, context: int, device_bytes: int) -> dict:
-    """What a cache takes on the device, digests and tables included, and its ratio to the keys and values as the model has them."""
-    return {"kv_gb": round(device_bytes / GB, 3), "kv_ratio": round(device_bytes / shape.kv_bytes(context), 4)}
-
-
-def block_bytes(config: PSAConfig, shape: Shape) -> int:
-    if config.kv_bits < 16:
-        return packed_bytes(config.block_size, shape.dim, shape.dim, config.kv_bits)
-    return config.block_size * 2 * shape.dim * shape.dtype.itemsize
-
-
-def all_blocks(config: PSAConfig, shape: Shape, tokens: int) -> int:
-    """Bytes of the blocks of rows of `tokens` tokens."""
-    return shape.layers * shape.batch * shape.heads * (tokens // config.block_size) * block_bytes(config, shape)
-
-
-def pool_budget(config: PSAConfig, shape: Shape, context: int, tokens: int) -> int:
-    """`gpu_memory` of slots for POOL of the blocks, as many whatever they take, and of what else rows of `tokens` tokens need."""
-    size, rows = config.block_size, shape.batch * shape.heads
-    columns = tokens // size + 16
-    store = DigestStore(config.digest, size, shape.dim, config.key_bits, shape.dtype, config.logical_size)
-    side = store.bytes_for(shape.batch, shape.heads, columns) + rows * columns * 8
-    if config.kv_bits < 16:
-        tail = max(config.recent_blocks + 1, store.unit_blocks)
-        side += ExactBlocks.bytes_for(shape.batch, shape.heads, config.sink_blocks, tail, size * 2 * shape.dim,
-                                      shape.dtype.itemsize)
-    return int(POOL * all_blocks(config, shape, context)) + shape.layers * side
+        return self.measured(name, "decode", dataclasses.replace(CHAIN, batch=batch), context, config, measured)
 
 
 def options(argv=None) -> argparse.Namespace:

@@ -34,7 +34,6 @@ import torch
 from transformers import DynamicCache
 
 from hf_sparse import PSACache, PSAConfig, patch_model, unpatch_model
-from hf_sparse.cache.digest_store import DigestStore
 from hf_sparse.config import POOLS
 from hf_sparse.kernels.residency import PREFETCHED
 from hf_sparse.sizes import parse_bytes
@@ -43,13 +42,13 @@ from . import residency_simulation as simulation
 from .bandwidth import bandwidths
 from .common import add_run_arguments, check_names, check_tokens, quantiles, results, run_id, write
 from .decode import attention_us, build, generate
+from .memory import GB, side_bytes
 from .offload_check import check, failures
 from .synthetic import PREDICTED, Queries, Shape, calibrate, fill, pieces, shape_of, synthetic_queries
 
 ROWS = ("copy", "psa-resident", "psa-offload", "copy-engine", "hits", "offloaded")
 BLOCKS = 128                                                # budget of a row and KV head: 4096 tokens
 STOCK_TOKENS = 7
-GB = 1e9
 
 
 class Bench:
@@ -182,10 +181,7 @@ class Bench:
         """Bytes of `gpu_memory`: as given, or shares of the KV and, beside them, digests and tables."""
         if self.args.gpu_memory:
             return [parse_bytes(self.args.gpu_memory)]
-        config = PSAConfig()
-        store = DigestStore(config.digest, config.block_size, shape.dim, config.key_bits, shape.dtype)
-        columns = (context + self.room()) // config.block_size + 16
-        side = shape.layers * (store.bytes_for(shape.batch, shape.heads, columns) + shape.batch * shape.heads * columns * 8)
+        side = side_bytes(PSAConfig(), shape, context + self.room())
         return [int(fraction * shape.kv_bytes(context)) + side for fraction in self.args.pool]
 
     def tiered(self, shape: Shape, context: int, budget: int, eviction: str, fetcher: str = "kernel",

@@ -1,4 +1,4 @@
-"""Everything that differs between versions of transformers (5.0 to 5.24) is in this file."""
+"""Everything that differs between versions of transformers (5.0 to 5.24) and of Triton (3.6 to 3.9) is in this file."""
 from __future__ import annotations
 
 import torch
@@ -11,8 +11,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 __all__ = [
     "AttentionInterface", "AttentionMaskInterface", "CACHE_ARGUMENT", "CACHE_NAMES", "Cache", "CacheLayerMixin",
     "TURNS_IN_CHUNKS",
-    "causal_mask_function", "chunk_of", "is_plain_layer", "is_sliding_layer", "query_length", "sdpa_attention_forward",
-    "sdpa_mask", "template_layers",
+    "causal_mask_function", "chunk_of", "is_plain_layer", "is_sliding_layer", "nibble_rows", "query_length",
+    "sdpa_attention_forward", "sdpa_mask", "template_layers",
 ]
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -25,6 +25,14 @@ CACHE_NAMES = ("past_key_values", "cache")
 CACHE_ARGUMENT = "cache" if VERSION >= (5, 24) else "past_key_values"
 # Of a turn in chunks on a filled cache, 5.17 feeds the whole conversation again, or gives new tokens the mask of the first ones.
 TURNS_IN_CHUNKS = VERSION >= (5, 24)
+
+
+def nibble_rows(triton_version: str) -> int:
+    """How many rows of bytes, each of two tokens, Triton gives a thread of the tensor core together; only speed depends on it.
+
+    Its operands are of 4 tokens a thread up to 3.7 and of 2 since.
+    """
+    return 2 if tuple(int(part) for part in triton_version.split(".")[:2]) < (3, 8) else 1
 
 
 def query_length(args: tuple, kwargs: dict) -> int:

@@ -69,7 +69,8 @@ class PSAConfig:
         top_k: blocks (int) or share of all blocks (float in (0, 1]) for policy "top_k", always-read ones included.
         top_p: estimated mass for policy "top_p", in (0, 1].
         reuse: decoded tokens that share one selection of blocks (LServe). The always-read blocks are read anew at each; a row
-            and KV head also selects anew when a block has left them, and after anything but decoding.
+            and KV head also selects anew when a block has left them, and after anything but decoding. With digest
+            "channel_codes" at most `block_size`.
         reuse_refresh: a row and KV head selects anew sooner, at a token with a query that has turned away from the one that
             the selection was made for: the cosine of the two is below this for one of the group's query heads, in [0, 1].
             0: never sooner.
@@ -180,6 +181,12 @@ class PSAConfig:
         if self.digest == "pages" and self.block_size % self.logical_size:
             raise ValueError(f"logical_size={self.logical_size} must divide block_size={self.block_size}: the digest 'pages' cuts "
                              "blocks into logical pages of so many tokens.")
+        if self.digest == "channel_codes" and self.reuse > self.block_size:
+            # A selection would then outlive several ends of blocks. At each of them the tail grows, within a unit, and a kept
+            # block makes room: first the least critical one, but further on the kernels' lists are in no such order.
+            raise ValueError(f"reuse={self.reuse} is more than block_size={self.block_size}: with digest='channel_codes' the "
+                             "always-read blocks grow while a selection is kept, and would take the room of those that "
+                             f"matter. Lower reuse to at most {self.block_size}, or choose another digest.")
         if self.max_blocks not in (None, "auto"):
             if type(self.max_blocks) is type(self.min_blocks) and self.max_blocks < self.min_blocks:
                 raise ValueError(f"max_blocks={self.max_blocks} is below min_blocks={self.min_blocks}.")

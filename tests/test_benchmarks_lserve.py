@@ -18,7 +18,20 @@ from hf_sparse.config import PRESETS
 
 pytest.importorskip("triton")
 
-from benchmarks import lserve, lserve_check, prefill_kernel, synthetic  # noqa: E402
+from benchmarks import lserve, lserve_chain, lserve_check, memory, prefill_kernel, synthetic  # noqa: E402
+from benchmarks.lserve_settings import (  # noqa: E402
+    BATCHES,
+    BUDGET,
+    CONTEXTS,
+    LSERVE,
+    PAGES,
+    REUSE,
+    SETTINGS,
+    WITH_MODEL,
+    described,
+    streaming_heads,
+    with_streaming,
+)
 from benchmarks.synthetic import Queries, Shape, shape_of  # noqa: E402
 from hf_sparse.cache.split import SplitLayer  # noqa: E402
 
@@ -40,8 +53,8 @@ def model():
 
 @pytest.mark.parametrize(("share", "counts"), [(0.5, [4, 2, 6, 4]), (0.25, [2, 1, 3, 2]), (1.0, [8] * 4), (0.0, [0] * 4)])
 def test_profiles_have_the_share_of_heads_that_was_asked_for(share, counts):
-    pairs = lserve.streaming_heads(32, 8, share)
-    assert len(pairs) == len(set(pairs)) == share * 32 * 8 and pairs == lserve.streaming_heads(32, 8, share)
+    pairs = streaming_heads(32, 8, share)
+    assert len(pairs) == len(set(pairs)) == share * 32 * 8 and pairs == streaming_heads(32, 8, share)
     assert [sum(layer == index for layer, _ in pairs) for index in range(32)] == counts * 8
     assert all(0 <= head < 8 for _, head in pairs)
     if share:
@@ -49,32 +62,32 @@ def test_profiles_have_the_share_of_heads_that_was_asked_for(share, counts):
 
 
 def test_layers_have_different_heads():
-    heads = {tuple(head for layer, head in lserve.streaming_heads(32, 8, 0.5) if layer == index) for index in range(0, 32, 4)}
+    heads = {tuple(head for layer, head in streaming_heads(32, 8, 0.5) if layer == index) for index in range(0, 32, 4)}
     assert len(heads) > 4
 
 
 def test_settings_that_rows_measure():
     """Both paths read as many tokens, with LServe's own preset; a graph has whole selections."""
-    psa, ours = lserve.SETTINGS["psa"][0], lserve.SETTINGS["lserve"][0]
+    psa, ours = SETTINGS["psa"][0], SETTINGS["lserve"][0]
     assert ours.to_dict() == PSAConfig(**PRESETS["lserve"]).to_dict() and ours.reuse == 4
-    assert psa.max_blocks * psa.block_size == ours.top_k * ours.block_size == lserve.BUDGET
-    assert all(lserve.CHAIN_TOKENS % tokens == 0 for tokens in lserve.REUSE)
-    assert all(physical % logical == 0 and lserve.BUDGET % physical == 0 for logical, physical in lserve.PAGES)
-    assert set(lserve.SETTINGS) <= set(lserve_report.LSERVE)
-    assert lserve.SETTINGS["lserve-half-kv4"][0].kv_bits == 4 and lserve.SETTINGS["lserve-half-kv4"][1] == 0.5
+    assert psa.max_blocks * psa.block_size == ours.top_k * ours.block_size == BUDGET
+    assert all(lserve_chain.CHAIN_TOKENS % tokens == 0 for tokens in REUSE)
+    assert all(physical % logical == 0 and BUDGET % physical == 0 for logical, physical in PAGES)
+    assert set(SETTINGS) <= set(lserve_report.LSERVE)
+    assert SETTINGS["lserve-half-kv4"][0].kv_bits == 4 and SETTINGS["lserve-half-kv4"][1] == 0.5
 
 
 def test_rows_say_what_they_were_measured_with():
-    config = lserve.with_streaming(lserve.LSERVE.replace(kv_bits=4), SMALL, 0.25)
-    assert lserve.described(config, SMALL) == {"streaming": 0.25, "kv_bits": 4, "reuse": 4, "reuse_refresh": 0.9, "digest": "pages",
-                                               "block_size": 64, "logical_size": 16}
-    assert lserve.described(None, SMALL) == {"streaming": 0.0, "kv_bits": 32, "reuse": 1}
+    config = with_streaming(LSERVE.replace(kv_bits=4), SMALL, 0.25)
+    assert described(config, SMALL) == {"streaming": 0.25, "kv_bits": 4, "reuse": 4, "reuse_refresh": 0.9, "digest": "pages",
+                                        "block_size": 64, "logical_size": 16}
+    assert described(None, SMALL) == {"streaming": 0.0, "kv_bits": 32, "reuse": 1}
 
 
 def test_options():
     args = lserve.options(["--rows", "decode,reuse", "--settings", "psa,lserve", "--contexts", "4096,8192", "--batches", "2"])
     assert (args.rows, args.settings, args.contexts, args.batches) == (["decode", "reuse"], ["psa", "lserve"], [4096, 8192], [2])
-    assert lserve.options([]).contexts is None and set(lserve.WITH_MODEL) < set(lserve.options([]).rows)
+    assert lserve.options([]).contexts is None and set(WITH_MODEL) < set(lserve.options([]).rows)
 
 
 @pytest.mark.parametrize("wrong", [["--rows", "psa"], ["--settings", "quest"], ["--prompts", "quest"], ["--tokens", "2"]], ids=lambda words: words[0])
@@ -134,27 +147,26 @@ def test_filled_caches_are_those_of_the_same_tokens_in_one_piece(model, monkeypa
 
 def test_memory_of_half_streaming_and_4_bits_is_what_was_wanted():
     """From the sizes of the 8B shape, as the benchmark measures it, without tables and rings."""
-    shape = dataclasses.replace(lserve.CHAIN, device=CPU)
-    config = lserve.LSERVE.replace(kv_bits=4)
-    kept = (lserve.block_bytes(config, shape) + 64 // 16 * 2 * 128 * 2) / lserve.block_bytes(lserve.LSERVE, shape)
+    shape = dataclasses.replace(lserve_chain.CHAIN, device=CPU)
+    config = LSERVE.replace(kv_bits=4)
+    kept = (memory.block_bytes(config, shape) + 64 // 16 * 2 * 128 * 2) / memory.block_bytes(LSERVE, shape)
     assert 0.14 < kept / 2 < 0.18
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-def test_offloaded_pools_have_slots_for_their_share_of_the_blocks(model, monkeypatch, bits):
-    monkeypatch.setattr(lserve, "POOL", 0.5)
+def test_offloaded_pools_have_slots_for_their_share_of_the_blocks(model, bits):
     shape, context = shape_of(model, 2), 6000
     config = PSAConfig(kv_bits=bits, max_blocks=40, host_memory="64MiB")
-    config = config.replace(gpu_memory=lserve.pool_budget(config, shape, context, context + 100))
+    config = config.replace(gpu_memory=memory.pool_budget(config, shape, 0.5, context, context + 100))
     cache = PSACache(model.config, config)
     synthetic.fill(cache, Queries(shape, 4, 0.9), context, room=100)
     pool = cache.sparse_layers[0].pool
-    assert pool.block_bytes == lserve.block_bytes(config, shape)
+    assert pool.block_bytes == memory.block_bytes(config, shape)
     blocks = shape.layers * shape.batch * shape.heads * (context // 32)
     assert pool.slots / blocks == pytest.approx(0.5, rel=0.02)
     used = pool.slots * pool.block_bytes + sum(layer.side_bytes() for layer in cache.sparse_layers)
     assert used <= config.gpu_bytes
-    assert lserve.all_blocks(config, shape, context) == blocks * pool.block_bytes
+    assert memory.all_blocks(config, shape, context) == blocks * pool.block_bytes
 
 
 # -- rows ------------------------------------------------------------------------------------------------------
@@ -212,7 +224,7 @@ INTERPRETED = """
 import json, sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from benchmarks import lserve
+from benchmarks import lserve, lserve_chain
 from benchmarks.synthetic import Shape
 from hf_sparse.kernels import decode
 from tests.triton.interpreter import hasten
@@ -238,9 +250,10 @@ def times(chain, repeats):
     moved = after[0][0] - before[0][0]
     return [float(moved + 100 * launched.count("select_kernel") + 10000 * launched.count("merge_kernel"))]
 
-lserve.graph_times = times
-lserve.kernel_times = lambda chain: {"rank_kernel": 1.0, "select_kernel": 2.0}
-lserve.CHAIN, lserve.CHAIN_TOKENS, lserve.ROOM = Shape(1, 1, 4, 2, 16, torch.float32, torch.device("cpu")), 2, 64
+lserve_chain.graph_times = times
+lserve_chain.kernel_times = lambda chain: {"rank_kernel": 1.0, "select_kernel": 2.0}
+lserve.CHAIN = Shape(1, 1, 4, 2, 16, torch.float32, torch.device("cpu"))
+lserve_chain.CHAIN_TOKENS, lserve.ROOM, lserve_chain.ROOM = 2, 64, 64
 lserve.PSA = lserve.PSA.replace(min_context=0, block_size=16, max_blocks=5)
 lserve.LSERVE = lserve.LSERVE.replace(min_context=0, block_size=16, top_k=5)
 lserve.SETTINGS = {"lserve-half-kv4": (lserve.LSERVE.replace(kv_bits=4), 0.5)}
@@ -272,8 +285,9 @@ def test_rows_of_decoding_by_the_kernels():
 
 def test_settings_of_the_rows_of_attention_alone(monkeypatch):
     given = []
-    monkeypatch.setattr(lserve.Bench, "attention_alone", lambda self, shape, context, config: given.append(config) or {})
-    monkeypatch.setattr(lserve.Bench, "selecting", lambda self, shape, context, config: given.append(config) or {})
+    monkeypatch.setattr(lserve.offload.Bench, "queries", lambda self, shape, context: (None, 1.0))
+    monkeypatch.setattr(lserve, "attention_alone", lambda queries, context, config: given.append(config) or {})
+    monkeypatch.setattr(lserve, "selecting", lambda queries, context, config: given.append(config) or {})
     monkeypatch.setattr(lserve, "settle", lambda: None)
     found = {name: list(bench_of(None).rows(name, 2, [512])) for name in ("chain", "ablation", "reuse", "pages")}
     assert [(row["name"], row["kv_bits"]) for row in found["chain"]] == [
@@ -391,6 +405,6 @@ def test_every_goal_is_of_rows_that_are_measured():
     for _, which, base, _, batch, context, _, _ in lserve_report.WANTED:
         for row in filter(None, (which, base)):
             name = row.get("name", "prefill-stock")
-            group = next((group for group in lserve.CONTEXTS if name.split("-")[0] == group), "decode")
-            assert name in lserve_report.LSERVE and context in lserve.CONTEXTS[group] and batch == lserve.BATCHES.get(group, 1)
-            assert group != "decode" or name in lserve.SETTINGS
+            group = next((group for group in CONTEXTS if name.split("-")[0] == group), "decode")
+            assert name in lserve_report.LSERVE and context in CONTEXTS[group] and batch == BATCHES.get(group, 1)
+            assert group != "decode" or name in SETTINGS

@@ -128,9 +128,10 @@ def test_bad_value(field, value, error, message):
         (dict(digest="centroid", threshold=0.5), "digest='centroid' does not"),
         (dict(digest="pages"), "digest='pages' does not"),
         (dict(digest="pages", policy="top_k", top_k=9, logical_size=12), "logical_size=12 must divide block_size=32"),
+        (dict(reuse=33), "reuse=33 is more than block_size=32.*Lower reuse to at most 32"),
     ],
     ids=["top_k-missing", "max-below-min", "max-share-below-min", "max-below-forced", "estimate-min_max", "estimate-centroid",
-         "estimate-pages", "pages-logical_size"],
+         "estimate-pages", "pages-logical_size", "reuse-channel_codes"],
 )
 def test_settings_that_contradict(settings, message):
     with pytest.raises(ValueError, match=message):

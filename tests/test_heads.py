@@ -157,6 +157,22 @@ def test_a_profile_is_read_as_it_was_written(tmp_path, name):
         assert json.loads(opened.metadata()["profile"])["layers"] == [1, 4]
 
 
+CIRCLE: list = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(("name", "value", "cause"), [
+    ("gates", GATES, "Tensor is not JSON"), ("texts", {"a": [1, {2}]}, "set is not JSON"),
+    ("dtype", torch.float16, "dtype is not JSON"), (("a", 1), 2, "keys must be str"), ("circle", CIRCLE, "Circular"),
+], ids=["tensor", "nested", "dtype", "key", "circle"])
+def test_what_json_can_not_hold_is_refused_by_name_and_nothing_is_written(tmp_path, name, value, cause):
+    unsaved = HeadProfile(GATES, (1, 4), {"method": "mass", name: value})
+    message = rf"about\[{re.escape(repr(name))}\] can't be saved.*{cause}.*Put numbers, text"
+    with pytest.raises(TypeError, match=message):
+        unsaved.save(tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
 class Bomb:
     """Unpickling one ends the process."""
 

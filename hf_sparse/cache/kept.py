@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from ..selection.drift import drifted
+from ..selection.drift import due
 
 
 class KeptSelection:
@@ -59,7 +59,7 @@ class KeptSelection:
         the tail."""
         if self._length != length - 1:
             return torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-        return (self._age >= reuse) | (self._short | (start != self._start))[:, None] | drifted(query, self._query, refresh)
+        return due(self._age, reuse, self._short | (start != self._start), query, self._query, refresh)
 
     def plan(self, fresh: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks in the order in which they may be read [B, H, M], and how many of them [B, H]: this token's own ranking and

@@ -15,10 +15,11 @@ from ..patches.model import patched
 from .cells import BLOCK_BINS, MASS_BINS, AnswerScore, Cell, CellFile, sample_id
 from .decoding import answers, divergence, prefill
 from .estimates import DENSE_BYTES, Estimator
+from .found import Found
 from .generated import FreeQuestion, generate_answer
 from .policies import Policy, Profile, parse_policy, with_heads
 from .samples import Question, Sample
-from .simulated import Context, Found, check_heads, simulate, simulate_generation
+from .simulated import Context, check_heads, simulate, simulate_generation
 from .windowed import sees_window, windowed_prefill
 
 

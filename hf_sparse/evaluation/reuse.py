@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..config import PSAConfig
-from ..selection.drift import drifted
+from ..selection.drift import due
 
 
 class Reuse:
@@ -44,8 +44,7 @@ class Reuse:
     def _due(self, start: Tensor, query: Tensor) -> Tensor:
         if self.kept is None:
             return torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-        turned = drifted(query, self.query, self.config.reuse_refresh)
-        return (self.age >= self.config.reuse) | (start != self.start)[:, None] | turned
+        return due(self.age, self.config.reuse, start != self.start, query, self.query, self.config.reuse_refresh)
 
     def _take(self, fresh: Tensor, chosen: Tensor, start: Tensor, query: Tensor) -> None:
         if self.kept is None:

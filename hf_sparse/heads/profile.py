@@ -118,10 +118,20 @@ class HeadProfile:
 
         Returns:
             The file's path.
+
+        Raises:
+            TypeError: something in `about` is not JSON; nothing is written then.
         """
+        for name, value in self.about.items():
+            try:
+                json.dumps({name: value})
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"about[{name!r}] can't be saved, as a profile holds it as JSON: {error}. Put numbers, text, "
+                                "lists and dicts with names as keys there, tensor.tolist() or str(dtype) for example. "
+                                "Nothing was written.") from error
+        rest = json.dumps({"layers": self.layers, "about": self.about})
         file = _file(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        rest = json.dumps({"layers": self.layers, "about": self.about})
         save_file({"gates": self.gates}, file, {"format": _FORMAT, "version": _VERSION, "profile": rest})
         return file
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import descriptor as d
 from .append import forced_masses
-from .attend_packed import attend_packed
+from .attend_packed import attend_packed, channel_order
 from .location import block_offset, host_offset
 from .online_softmax import add_tile
 from .overlap import let_next_start, wait_for_previous
@@ -57,11 +57,8 @@ def attend_stored(desc, kv, row, ranked, element, qq, scale, softcap, first, las
         attend_blocks(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks * P, part, part_mass, GP, RQ, D,
                       DP, DV, DVP, P, TT, TYPE, CAP, TIERED)
     else:
-        # As many as the tensor core needs, and of fp32, whose dots are plain code and a lot of it, no more.
-        LEAST: tl.constexpr = max(1, 128 // (P * KV_BITS))
-        AT_ONCE: tl.constexpr = LEAST if TYPE == tl.float32 else max(LEAST, TT // P)
         attend_packed(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks, part, part_mass, GP, RQ, D, DP,
-                      DV, DVP, P, AT_ONCE, TYPE, CAP, KV_BITS, PTX, TIERED)
+                      DV, DVP, P, TYPE, CAP, KV_BITS, PTX, TIERED)
 
 
 @triton.jit
@@ -113,11 +110,19 @@ def chunks_of(desc, pid, GP: tl.constexpr, DVP: tl.constexpr):
             d.address(desc, d.PART_LEFT, tl.float32) + pid * capacity * GP, capacity)
 
 
+@triton.constexpr_function
+def query_rows(GP, KV_BITS):
+    """Queries in a tile: what the tensor core needs as the first operand, or as the second one."""
+    return max(GP, 16 if KV_BITS == 16 else 8)
+
+
 @triton.jit
 def queries(desc, Q, pid, q_b, q_h, H: tl.constexpr, MAPPED: tl.constexpr, G: tl.constexpr, RQ: tl.constexpr,
-            D: tl.constexpr, DP: tl.constexpr):
+            D: tl.constexpr, DP: tl.constexpr, KV_BITS: tl.constexpr):
     """Queries of the group [RQ, DP], zero beyond it."""
     rq, rd = tl.arange(0, RQ), tl.arange(0, DP)
+    if KV_BITS < 16:
+        rd = channel_order(rd, DP)
     first = d.model_head(desc, pid % H, MAPPED) * G
     return tl.load(Q + pid // H * q_b + (first + rq)[:, None] * q_h + rd[None, :],
                    mask=(rq < G)[:, None] & (rd < D)[None, :], other=0.0)
@@ -137,9 +142,9 @@ def attend_kernel(desc, Q, TOT, INFO, q_b, q_h, scale, softcap, H: tl.constexpr,
     pid = tl.program_id(0).to(tl.int64)
     kv, element, row, ranked, share, estimate, width = row_of(desc, pid, GP, TYPE, KV_BITS)
     part, part_mass, part_left, capacity = chunks_of(desc, pid, GP, DVP)
-    RQ: tl.constexpr = 16 if GP < 16 else GP
+    RQ: tl.constexpr = query_rows(GP, KV_BITS)
     rg, rc = tl.arange(0, GP), tl.arange(0, CB)
-    qq = queries(desc, Q, pid, q_b, q_h, H, MAPPED, G, RQ, D, DP)
+    qq = queries(desc, Q, pid, q_b, q_h, H, MAPPED, G, RQ, D, DP, KV_BITS)
     if not BESIDE:
         wait_for_previous(OVERLAP)
     planned = tl.load(INFO + pid * 8)

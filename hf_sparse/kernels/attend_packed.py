@@ -1,165 +1,176 @@
-"""Attention to quantised blocks (reference/quantise.py has the format), which are dequantised in registers, some blocks at a time.
+"""Attention to quantised blocks (reference/quantise.py has the format), one block at a time, dequantised in registers.
 
-Keys become fp16 (fp32 for fp32 models) channel by channel. Values stay codes: a token's step goes into its weight, and its
-minimum is the same number for all channels. Two codes of 4 bits are loaded as the byte that they share.
+    logits [tokens, heads]    = codes of K [tokens, channels] @ (query * step of each channel) + query . minimum of each channel
+    outputs [channels, heads] = codes of V [channels, tokens] @ (weight * step of each token)  + weight . minimum of each token
+
+So codes go to the tensor core as they are. As fp16 they are subnormal numbers, code * 2^-24, which are exact there, and need no
+arithmetic: a byte beside a zero. Two codes of 4 bits are loaded as the byte that they share.
+
+Both products take codes as their first operand, and the order in which channels and tokens are added up is free. It is chosen so
+that a thread loads 16 bytes in a row which are its own share of the operand: nothing has to change threads. That is only about
+speed, and about programs of one warp: whatever the compiler makes of it, the arithmetic is the same.
 """
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from ..compat import nibble_rows
 from .location import block_offset, host_offset
 from .online_softmax import softcap_log2
 
-# 1024 + code, as fp16, is 0x6400 | code: a byte and a constant put together, and no conversion. What follows is said not to be
-# pure, lest the compiler move it behind the change of layout that the tensor core needs, which is wide for fp16 only.
+_NIBBLE_ROWS = nibble_rows(triton.__version__)
+
+
+@triton.constexpr_function
+def rows_together(BITS):
+    """Byte rows in a row that are one thread's part of the operand."""
+    return _NIBBLE_ROWS if BITS == 4 else 4
 
 
 @triton.jit
-def _half_codes(x, BITS: tl.constexpr):
-    """Bytes -> their codes as fp16, twice: low and high ones; of 8 bits, both the same."""
-    if BITS == 8:
-        low = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, m, n; mov.b32 m, 0x64646464; mov.b32 n, 0x64006400; prmt.b32 a, $2, m, 0x4140; "
-            "prmt.b32 b, $2, m, 0x4342; sub.f16x2 $0, a, n; sub.f16x2 $1, b, n; }", "=r,=r,r", [x], dtype=tl.float16,
-            is_pure=False, pack=4)
+def channel_order(n, DP: tl.constexpr):
+    """Which channel of keys is the n-th one of the product, of DP.
+
+    Of 64 channels a thread of four loads 16; the operand gives it four of every sixteen.
+    """
+    C: tl.constexpr = min(64, DP)
+    return n // C * C + n % 16 // 4 * (C // 4) + n % C // 16 * 4 + n % 4
+
+
+@triton.jit
+def _key_codes(x, BITS: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr):
+    """Bytes -> their codes as DOT, those of fp16 * 2^-24: low ones, and 16 times the high ones; of 8 bits, the same twice."""
+    if DOT == tl.float32:
+        return (x & (15 if BITS == 4 else 255)).to(tl.float32), (x & 240).to(tl.float32)
+    elif not PTX:
+        return ((x & (15 if BITS == 4 else 255)).to(tl.int16).to(tl.float16, bitcast=True),
+                (x & 240).to(tl.int16).to(tl.float16, bitcast=True))
+    elif BITS == 8:
+        low = tl.inline_asm_elementwise("prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;", "=r,=r,r", [x],
+                                        dtype=tl.float16, is_pure=True, pack=4)
         return low, low
     else:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, c, m, n; mov.b32 m, 0x64646464; mov.b32 n, 0x64006400; and.b32 c, $4, 0x0F0F0F0F; "
-            "prmt.b32 a, c, m, 0x4140; prmt.b32 b, c, m, 0x4342; sub.f16x2 $0, a, n; sub.f16x2 $1, b, n; "
-            "shr.b32 c, $4, 4; and.b32 c, c, 0x0F0F0F0F; "
-            "prmt.b32 a, c, m, 0x4140; prmt.b32 b, c, m, 0x4342; sub.f16x2 $2, a, n; sub.f16x2 $3, b, n; }",
-            "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=False, pack=4)
-
-
-@triton.jit
-def _half_values(x, step, minimum, BITS: tl.constexpr):
-    """Bytes -> minimum + step * code in fp16, of low and high codes as above; step and minimum fp16 of the same shape."""
-    if BITS == 8:
-        low = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, m, n; mov.b32 m, 0x64646464; mov.b32 n, 0x64006400; prmt.b32 a, $2, m, 0x4140; "
-            "prmt.b32 b, $2, m, 0x4342; sub.f16x2 a, a, n; sub.f16x2 b, b, n; "
-            "fma.rn.f16x2 $0, a, $3, $5; fma.rn.f16x2 $1, b, $4, $6; }", "=r,=r,r,r,r,r,r", [x, step, minimum],
-            dtype=tl.float16, is_pure=False, pack=4)
-        return low, low
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, c, m, n; mov.b32 m, 0x64646464; mov.b32 n, 0x64006400; and.b32 c, $4, 0x0F0F0F0F; "
-            "prmt.b32 a, c, m, 0x4140; prmt.b32 b, c, m, 0x4342; sub.f16x2 a, a, n; sub.f16x2 b, b, n; "
-            "fma.rn.f16x2 $0, a, $5, $7; fma.rn.f16x2 $1, b, $6, $8; shr.b32 c, $4, 4; and.b32 c, c, 0x0F0F0F0F; "
-            "prmt.b32 a, c, m, 0x4140; prmt.b32 b, c, m, 0x4342; sub.f16x2 a, a, n; sub.f16x2 b, b, n; "
-            "fma.rn.f16x2 $2, a, $5, $7; fma.rn.f16x2 $3, b, $6, $8; }",
-            "=r,=r,=r,=r,r,r,r,r,r", [x, step, minimum], dtype=(tl.float16, tl.float16), is_pure=False, pack=4)
-
-
-@triton.jit
-def _plain_codes(x, BITS: tl.constexpr):
-    if BITS == 8:
-        return x.to(tl.float32), x.to(tl.float32)
-    else:
-        return (x & 15).to(tl.float32), (x >> 4).to(tl.float32)
-
-
-@triton.jit
-def _keys(x, step, minimum, BITS: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr):
-    """Bytes [N, rows, DP], step and minimum fp16 [N, DP] -> keys of type DOT [N, rows, DP], of low and high codes."""
-    if PTX and DOT == tl.float16:
-        return _half_values(x, tl.broadcast_to(step[:, None, :], x.shape), tl.broadcast_to(minimum[:, None, :], x.shape), BITS)
-    else:
-        low, high = _plain_codes(x, BITS)
-        step, minimum = step.to(tl.float32)[:, None, :], minimum.to(tl.float32)[:, None, :]
-        return (minimum + step * low).to(DOT), (minimum + step * high).to(DOT)
+            "{ .reg .b32 c; and.b32 c, $4, 0x0F0F0F0F; prmt.b32 $0, c, 0, 0x4140; prmt.b32 $1, c, 0, 0x4342; "
+            "and.b32 c, $4, 0xF0F0F0F0; prmt.b32 $2, c, 0, 0x4140; prmt.b32 $3, c, 0, 0x4342; }",
+            "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)
 
 
 @triton.jit
 def _value_codes(x, BITS: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr):
-    """Bytes [rows, DVP] -> their codes as DOT [rows, DVP], low and high ones."""
-    if PTX and DOT == tl.float16:
-        return _half_codes(x, BITS)
+    """Bytes -> their codes as DOT, those of fp16 * 2^-24; of 4 bits as one more dimension of low and high ones."""
+    if BITS == 8:
+        return _key_codes(x, BITS, DOT, PTX)[0]
+    elif PTX and DOT == tl.float16:
+        # Both in 32 bits: what a thread of the tensor core takes for two tokens. Not pure, lest it be moved to where a thread
+        # has four tokens' bytes of a channel instead of four channels' bytes of a token.
+        pair = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; and.b32 a, $4, 0x0F0F0F0F; shr.b32 b, $4, 4; and.b32 b, b, 0x0F0F0F0F; "
+            "prmt.b32 $0, a, b, 0x8480; prmt.b32 $1, a, b, 0x9591; prmt.b32 $2, a, b, 0xA6A2; prmt.b32 $3, a, b, 0xB7B3; }",
+            "=r,=r,=r,=r,r", [x], dtype=tl.int32, is_pure=False, pack=4)
+        return tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16)).to(tl.float16, bitcast=True)
     else:
-        low, high = _plain_codes(x, BITS)
-        return low.to(DOT), high.to(DOT)
-
-
-@triton.jit
-def _logits(q, k, seen, scale, softcap, CAP: tl.constexpr):
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if CAP:
-        s = softcap_log2(s, softcap)
-    return tl.where(seen[None, :], s, float("-inf"))
+        low, high = x & 15, x >> 4
+        if DOT == tl.float32:
+            return tl.join(low.to(tl.float32), high.to(tl.float32))
+        else:
+            return tl.join(low.to(tl.int16), high.to(tl.int16)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def attend_packed(desc, kv, row, ranked, element, qq, scale, softcap, first, last, blocks, part, part_mass,
                   GP: tl.constexpr, RQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-                  DVP: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr,
+                  DVP: tl.constexpr, P: tl.constexpr, TYPE: tl.constexpr, CAP: tl.constexpr,
                   BITS: tl.constexpr, PTX: tl.constexpr, TIERED: tl.constexpr):
     """Attention over entries first.. below `last` of the list, at most `blocks`, into `part` [GP, DVP] and `part_mass` [GP].
 
-    kv: the pool's bytes. element: bytes of a block. NB: blocks at once. TYPE: of the model.
+    kv: the pool's bytes. element: bytes of a block. qq [RQ, DP]: channels in `channel_order`. TYPE: of the model.
     """
-    ROWS: tl.constexpr = P * BITS // 8
+    ROWS: tl.constexpr = P * BITS // 8                      # of bytes
     DOT: tl.constexpr = tl.float32 if TYPE == tl.float32 else tl.float16
-    rd, rv, rb = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, NB)
-    rr, rq = tl.arange(0, NB * ROWS), tl.arange(0, RQ)
+    C: tl.constexpr = min(64, DP)
+    X: tl.constexpr = DVP // 8
+    L: tl.constexpr = rows_together(BITS)
+    # Factors that keep fp16 far from its limits: of queries times steps, of weights times steps, and of codes as said above.
+    SMALL: tl.constexpr = 1.0 if DOT == tl.float32 else 0.015625
+    LARGE: tl.constexpr = 1.0 if DOT == tl.float32 else (16.0 if BITS == 4 else 256.0)
+    UNIT: tl.constexpr = 1.0 if DOT == tl.float32 else 16777216.0
+    rk, rr, rq = channel_order(tl.arange(0, DP), DP), tl.arange(0, ROWS), tl.arange(0, RQ)
+    # As they are loaded: keys [DP / C * ROWS, C], values [ROWS / 4 * 8 * 4, X].
+    nk, nv = tl.arange(0, DP // C * ROWS), tl.arange(0, ROWS * 8)
+    k_channel = (nk // ROWS * C)[:, None] + tl.arange(0, C)[None, :]
+    v_channel = (nv // 4 % 8 * X)[:, None] + tl.arange(0, X)[None, :]
+    v_row = nv // (32 * L) * (4 * L) + nv % 4 * L + nv // 32 % L
+    k_at, v_at = (nk % ROWS * D)[:, None] + k_channel, ROWS * D + (v_row * DV)[:, None] + v_channel
     # Of bf16 queries beyond what fp16 holds only the sign would count, and there are none.
-    qh = tl.minimum(tl.maximum(qq.to(tl.float32), -65504.0), 65504.0).to(DOT)
+    q = tl.trans(tl.minimum(tl.maximum(qq.to(tl.float32), -65504.0), 65504.0))
+    whole_q, small_q = q.to(DOT), (q * SMALL).to(DOT)
     top = tl.full([RQ], float("-inf"), tl.float32)
-    weight = tl.zeros([RQ], tl.float32)
-    acc = tl.zeros([RQ, DVP], tl.float32)
+    weight = tl.zeros([ROWS, RQ], tl.float32)
+    least = tl.zeros([ROWS, RQ], tl.float32)
+    acc = tl.zeros([DVP, RQ], tl.float32)
     to_host = host_offset(desc, tl.uint8, TIERED)
-    last = tl.minimum(last, first + blocks)                 # also where fewer than NB are asked for
-    for low in range(0, blocks, NB):
-        at, seen = _start(desc, kv, row, ranked, element, to_host, first + low + rr // ROWS, last, TIERED)
-        at_b, seen_b = _start(desc, kv, row, ranked, element, to_host, first + low + rb, last, TIERED)
-        k = tl.load((at + rr % ROWS * D)[:, None] + rd[None, :], mask=seen[:, None] & (rd < D)[None, :], other=0)
-        v = tl.load((at + (ROWS * D + rr % ROWS * DV))[:, None] + rv[None, :], mask=seen[:, None] & (rv < DV)[None, :], other=0)
-        k_ranges = (at_b + ROWS * (D + DV)).to(tl.pointer_type(tl.float16), bitcast=True)[:, None] + rd[None, :]
-        k_seen = seen_b[:, None] & (rd < D)[None, :]
-        k_least, k_step = tl.load(k_ranges, mask=k_seen, other=0.0), tl.load(k_ranges + D, mask=k_seen, other=0.0)
-        v_ranges = (at + ROWS * (D + DV)).to(tl.pointer_type(tl.float16), bitcast=True) + 2 * D + rr % ROWS
-        v_least = tl.load(v_ranges, mask=seen, other=0.0).to(tl.float32)
-        v_step = tl.load(v_ranges + P, mask=seen, other=0.0).to(tl.float32)
-
-        k_1, k_2 = _keys(tl.reshape(k, [NB, ROWS, DP]), k_step, k_least, BITS, DOT, PTX)
-        v_1, v_2 = _value_codes(v, BITS, DOT, PTX)
-        s = _logits(qh, tl.reshape(k_1, [NB * ROWS, DP]), seen, scale, softcap, CAP)
-        if BITS == 4:                                       # tokens of the high codes
-            t = _logits(qh, tl.reshape(k_2, [NB * ROWS, DP]), seen, scale, softcap, CAP)
-            peak = tl.maximum(top, tl.max(tl.maximum(s, t), 1))
-        else:
-            peak = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        fade = tl.exp2(top - base)
-        p = tl.exp2(s - base[:, None])
-        sums, least = p, p * v_least[None, :]
-        # Steps relative to the largest, so that fp16 loses none of a small one's.
+    last = tl.minimum(last, first + blocks)
+    following = _start(desc, row, ranked, element, to_host, first, last, TIERED)
+    for n in range(first, last):
+        at = kv + tl.multiple_of(following, 16)
+        following = _start(desc, row, ranked, element, to_host, n + 1, last, TIERED)        # known when its turn comes
+        k = tl.load(at + k_at, mask=k_channel < D, other=0)
+        v = tl.load(at + v_at, mask=v_channel < DV, other=0)
+        ranges = (at + ROWS * (D + DV)).to(tl.pointer_type(tl.float16), bitcast=True)
+        k_least = tl.load(ranges + rk, mask=rk < D, other=0.0).to(DOT)
+        k_step = tl.load(ranges + D + rk, mask=rk < D, other=0.0).to(DOT)
+        v_ranges = ranges + 2 * D + rr
+        v_least = tl.load(v_ranges).to(tl.float32)[:, None]
+        v_step = tl.load(v_ranges + P).to(tl.float32)[:, None] * LARGE
+        k_1, k_2 = _key_codes(k, BITS, DOT, PTX)
+        stepped = small_q * k_step[:, None]
+        offset = tl.dot(tl.broadcast_to(k_least[None, :], [ROWS, DP]), whole_q, input_precision="ieee") * scale
+        s = tl.dot(_key_operand(k_1, ROWS, DP, C), stepped, input_precision="ieee") * (scale * (UNIT / SMALL)) + offset
+        if CAP:
+            s = softcap_log2(s, softcap)
         if BITS == 4:
-            r = tl.exp2(t - base[:, None])
-            w_least = tl.load(v_ranges + ROWS, mask=seen, other=0.0).to(tl.float32)
-            w_step = tl.load(v_ranges + P + ROWS, mask=seen, other=0.0).to(tl.float32)
-            sums, least = sums + r, least + r * w_least[None, :]
-            unit = tl.max(tl.maximum(v_step, w_step), 0)
-            each = 1.0 / tl.where(unit > 0, unit, 1.0)
-            own = tl.dot((r * (w_step * each)[None, :]).to(DOT), v_2, input_precision="ieee")
-            own = tl.dot((p * (v_step * each)[None, :]).to(DOT), v_1, own, input_precision="ieee")
+            t = tl.dot(_key_operand(k_2, ROWS, DP, C), stepped, input_precision="ieee") * (scale * (UNIT / SMALL / 16)) + offset
+            if CAP:
+                t = softcap_log2(t, softcap)
+            peak = tl.maximum(top, tl.max(tl.maximum(s, t), 0))
         else:
-            unit = tl.max(v_step, 0)
-            each = 1.0 / tl.where(unit > 0, unit, 1.0)
-            own = tl.dot((p * (v_step * each)[None, :]).to(DOT), v_1, input_precision="ieee")
-        acc = acc * fade[:, None] + (own * unit + tl.sum(least, 1)[:, None])
-        weight = weight * fade + tl.sum(sums, 1)
+            peak = tl.maximum(top, tl.max(s, 0))
+        fade = tl.exp2(top - peak)[None, :]
+        p = tl.exp2(s - peak[None, :])
+        weight, least = weight * fade + p, least * fade + p * v_least
+        w = (p * v_step).to(DOT)
+        codes = _value_codes(v, BITS, DOT, PTX)
+        if BITS == 4:
+            r = tl.exp2(t - peak[None, :])
+            weight, least = weight + r, least + r * tl.load(v_ranges + ROWS).to(tl.float32)[:, None]
+            w = tl.join(w, (r * (tl.load(v_ranges + P + ROWS).to(tl.float32)[:, None] * LARGE)).to(DOT))
+            w = tl.reshape(tl.permute(w, (0, 2, 1)), [P, RQ])
+            codes = tl.permute(tl.reshape(codes, [ROWS // (4 * L), L, 8, 4, X, 2]), (4, 2, 0, 3, 1, 5))
+        else:
+            codes = tl.permute(tl.reshape(codes, [ROWS // (4 * L), L, 8, 4, X]), (4, 2, 0, 3, 1))
+        acc = tl.dot(tl.reshape(codes, [DVP, P]), w, acc * fade, input_precision="ieee")
         top = peak
     keep = rq < GP
-    whole = tl.where(weight > 0, weight, 1.0)
-    tl.store(part + rq[:, None] * DVP + rv[None, :], acc / whole[:, None], mask=keep[:, None])
-    tl.store(part_mass + rq, tl.where(weight > 0, top + tl.log2(whole), float("-inf")), mask=keep)
+    mass = tl.sum(weight, 0)
+    whole = 1.0 / tl.where(mass > 0, mass, 1.0)
+    rv = tl.arange(0, DVP)
+    acc = acc * (whole * (UNIT / LARGE))[None, :] + (tl.sum(least, 0) * whole)[None, :]
+    tl.store(part + rq[None, :] * DVP + (rv % 8 * X + rv // 8)[:, None], acc, mask=keep[None, :])
+    tl.store(part_mass + rq, tl.where(mass > 0, top + tl.log2(mass), float("-inf")), mask=keep)
 
 
 @triton.jit
-def _start(desc, kv, row, ranked, element, to_host, n, last, TIERED: tl.constexpr):
-    """Where the packed blocks of entries n of the list start, and which entries are below `last`."""
-    seen = n < last
-    block = tl.load(row + tl.load(ranked + n, mask=seen, other=0), mask=seen, other=0)
-    return kv + tl.multiple_of(block_offset(desc, block, seen, element, to_host, False, TIERED), 16), seen
+def _key_operand(x, ROWS: tl.constexpr, DP: tl.constexpr, C: tl.constexpr):
+    """Codes as loaded [DP / C * ROWS, C] -> [ROWS, DP], channels in `channel_order`."""
+    x = tl.permute(tl.reshape(x, [DP // C, ROWS, 4, C // 16, 4]), (1, 0, 3, 2, 4))
+    return tl.reshape(x, [ROWS, DP])
+
+
+@triton.jit
+def _start(desc, row, ranked, element, to_host, n, last, TIERED: tl.constexpr):
+    """Where the packed block of entry n of the list starts, from the pool's first byte."""
+    there = n < last
+    block = tl.load(row + tl.load(ranked + n, mask=there, other=0), mask=there, other=0)
+    return block_offset(desc, block, there, element, to_host, False, TIERED)

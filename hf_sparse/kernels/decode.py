@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -123,7 +123,7 @@ class Reading:
     """Launch parameters of the attention to planned blocks."""
 
     chunk_blocks: int                                       # blocks of a chunk, which one program reads
-    tile: int                                               # tokens at once
+    tile: int                                               # tokens at once; quantised blocks are read one at a time
     warps: int
     waves: int                                              # programs for each processor
 
@@ -139,8 +139,8 @@ class Tuning:
     select_warps: int = 8
     reading: Reading = Reading(chunk_blocks=4, tile=128, warps=4, waves=3)          # few rows: all loads of a chunk at once
     reading_many: Reading = Reading(chunk_blocks=2, tile=32, warps=2, waves=12)     # from MANY_ROWS on: small programs
-    reading_packed: Reading = Reading(chunk_blocks=2, tile=64, warps=2, waves=16)           # of blocks quantised to 4 bits
-    reading_packed_many: Reading = Reading(chunk_blocks=4, tile=128, warps=2, waves=4)
+    reading_packed: Reading = Reading(chunk_blocks=2, tile=32, warps=1, waves=16)           # of quantised blocks
+    reading_packed_many: Reading = Reading(chunk_blocks=4, tile=32, warps=1, waves=8)
     merge_tile: int = 32            # chunks merged at once
     merge_warps: int = 4
     extend_programs: int = 32       # of a row and KV head, at most
@@ -157,8 +157,45 @@ def reading(rows: int, shape: DecodeShape) -> Reading:
     many = rows >= MANY_ROWS
     if shape.kv_bits == 16:
         return TUNING.reading_many if many else TUNING.reading
-    how = TUNING.reading_packed_many if many else TUNING.reading_packed
-    return how if shape.kv_bits == 4 else replace(how, tile=how.tile // 2)      # as many bytes at once
+    return TUNING.reading_packed_many if many else TUNING.reading_packed
+
+
+def launching(device: torch.device) -> tuple[int, dict]:
+    """The device's processors, and the constants of launches that may start before the one before them has ended."""
+    if INTERPRETED:
+        return 3, dict(OVERLAP=False)
+    overlap = TUNING.overlap and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (torch.cuda.get_device_properties(device).multi_processor_count,
+            dict(OVERLAP=overlap, **({"launch_pdl": True} if overlap else {})))
+
+
+def _heads(shape: DecodeShape) -> dict:
+    return dict(H=shape.heads, G=shape.group, GP=shape.group_pad, MAPPED=shape.model_heads is not None, D=shape.key_dim,
+                DP=triton.next_power_of_2(shape.key_dim), P=shape.block_size, UB=shape.unit_blocks, TYPE=TYPES[shape.dtype])
+
+
+def _search(tile: int) -> dict:
+    return dict(TILE=64 if INTERPRETED else tile, OCTAVES=OCTAVES, STEPS=STEPS)
+
+
+def ranking(work: DecodeWork, processors: int, waves: int, pieces: int, softcap: float, start: dict) -> tuple[tuple, dict]:
+    """Grid and constants of a launch that ranks blocks, with `pieces` programs a row and KV head for something else."""
+    shape, registers = work.shape, TUNING.rank_registers
+    rows, tiles = shape.batch * shape.heads, 1 if shape.pages else -(-shape.group // HEADS.value)
+    stripes = 2 if INTERPRETED else max(1, max(1, processors * waves // rows) // tiles - pieces)
+    constants = dict(**_heads(shape), R4=shape.high, R2=shape.low, PAGES=shape.pages,
+                     TB=max(1, TUNING.page_tile // max(shape.pages, 1)), PTX=not INTERPRETED, CAP=softcap > 0,
+                     OVERLAP=start["OVERLAP"], num_warps=1, num_stages=1)
+    if registers and not INTERPRETED:
+        constants["maxnreg"] = registers
+    return (rows, pieces + stripes, tiles), constants
+
+
+def selection(work: DecodeWork, start: dict) -> dict:
+    """Constants of a launch that selects blocks."""
+    policy = work.policy
+    return dict(**_heads(work.shape), SINK=policy.sink_blocks, RECENT=policy.recent_blocks, LARGEST=policy.group_min,
+                **_search(TUNING.select_tile), **start, num_warps=TUNING.select_warps, num_stages=1)
 
 
 def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key: torch.Tensor,
@@ -178,7 +215,6 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     B, H, G, GP = shape.batch, shape.heads, shape.group, shape.group_pad
     D, DV, P, UB = shape.key_dim, shape.value_dim, shape.block_size, shape.unit_blocks
     DP, DVP = triton.next_power_of_2(D), triton.next_power_of_2(DV)
-    R4, R2 = shape.high, shape.low
     on_gpu, tune = not INTERPRETED, TUNING
     common, heads = dict(H=H, G=G, GP=GP), dict(MAPPED=shape.model_heads is not None)
     whole = dict(**heads, HM=shape.model_heads or H)
@@ -186,34 +222,27 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
     rows = B * H
     how = reading(rows, shape)
     CB = how.chunk_blocks
-    overlap = on_gpu and tune.overlap and torch.cuda.get_device_capability(work.device) >= (9, 0)
-    start = dict(OVERLAP=overlap, **({"launch_pdl": True} if overlap else {}))
-    processors = torch.cuda.get_device_properties(work.device).multi_processor_count if on_gpu else 3
+    processors, start = launching(work.device)
+    overlap = start["OVERLAP"]
     per_row = lambda waves: max(1, processors * waves // rows)  # noqa: E731
 
     tiered = dict(TIERED=tier is not None)
     if tier is not None and first:
         tier.start_token(desc)
-    pieces, tiles = policy.pieces(P, UB), 1 if shape.pages else -(-G // HEADS.value)
-    stripes = max(1, per_row(tune.score_waves) // tiles - pieces) if on_gpu else 2
-    rank_kernel[(rows, pieces + stripes, tiles)](
+    pieces = policy.pieces(P, UB)
+    grid, ranked = ranking(work, processors, tune.score_waves, pieces, softcap, start)
+    rank_kernel[grid](
         desc, query, key, value, work.forced, work.forced_mass, query.stride(0), query.stride(1), key.stride(0),
-        key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, policy.reuse_refresh, **common, **heads, D=D,
-        DP=DP, DV=DV, DVP=DVP, P=P, UB=UB, SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=policy.tail_blocks(UB),
-        R4=R4, R2=R2, PAGES=shape.pages, TB=max(1, tune.page_tile // max(shape.pages, 1)), REUSE=policy.reuse, PIECES=pieces,
-        FT=max(P, PIECE), TT=16, TYPE=TYPES[shape.dtype], PTX=on_gpu, CAP=cap,
-        KV_BITS=shape.kv_bits, NEWEST=policy.newest_blocks(UB), OVERLAP=overlap,
-        **(RESIDENT_RANK if tier is None else tier.rank_constants(policy.tail_blocks(UB))),
-        num_warps=1, num_stages=1, **({"maxnreg": tune.rank_registers} if tune.rank_registers and on_gpu else {}))
+        key.stride(1), value.stride(0), value.stride(1), log2_scale, softcap, policy.reuse_refresh, **ranked, DV=DV, DVP=DVP,
+        SINK=policy.sink_blocks, RECENT=policy.recent_blocks, TAIL=policy.tail_blocks(UB), REUSE=policy.reuse, PIECES=pieces,
+        FT=max(P, PIECE), TT=16, KV_BITS=shape.kv_bits, NEWEST=policy.newest_blocks(UB),
+        **(RESIDENT_RANK if tier is None else tier.rank_constants(policy.tail_blocks(UB))))
     need = policy.threshold if policy.by_estimate else policy.threshold + PLAN * (1.0 - policy.threshold)
-    search = lambda tile: dict(TILE=tile if on_gpu else 64, OCTAVES=OCTAVES, STEPS=STEPS)  # noqa: E731
     select_kernel[(rows,)](
         desc, query, work.forced_mass, work.total, work.info, query.stride(0), query.stride(1), need, policy.max_blocks,
-        policy.min_blocks, policy.min_context, policy.floor_share, policy.top_share, policy.top_least, **common, **heads, D=D,
-        DP=DP, P=P, UB=UB, TYPE=TYPES[shape.dtype], SINK=policy.sink_blocks, RECENT=policy.recent_blocks, PIECES=pieces,
-        FP=triton.next_power_of_2(pieces), NEVER=policy.never, LARGEST=policy.group_min, **search(tune.select_tile),
-        **(RESIDENT_SELECT if tier is None else tier.select_constants()), AHEAD=False, REUSE=policy.reuse, **start,
-        num_warps=tune.select_warps, num_stages=1)
+        policy.min_blocks, policy.min_context, policy.floor_share, policy.top_share, policy.top_least, **selection(work, start),
+        PIECES=pieces, FP=triton.next_power_of_2(pieces), NEVER=policy.never, AHEAD=False, REUSE=policy.reuse,
+        **(RESIDENT_SELECT if tier is None else tier.select_constants()))
     if tier is not None:
         tier.fetch(desc, **start)
 
@@ -239,7 +268,7 @@ def decode_layer(desc: torch.Tensor, work: DecodeWork, query: torch.Tensor, key:
             desc, query, work.info, work.mass, sinks, out, query.stride(0), query.stride(1), log2_scale, softcap,
             policy.threshold, **read, **whole, TT=max(P, min(64, 8192 // DP), 16), SINKS=sinks_given,
             GROUP_MIN=policy.group_min, SINK=policy.sink_blocks, PROGRAMS=programs, PP=triton.next_power_of_2(programs),
-            **search(tune.extend_tile), num_warps=tune.extend_warps, num_stages=1)
+            **_search(tune.extend_tile), num_warps=tune.extend_warps, num_stages=1)
     return out
 
 

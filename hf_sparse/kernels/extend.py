@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import descriptor as d
-from .attend import attend_stored, captured_mass, chunks_of, mean_coverage, queries, row_of, sink_logits
+from .attend import attend_stored, captured_mass, chunks_of, mean_coverage, queries, query_rows, row_of, sink_logits
 from .overlap import wait_for_previous
 from .select import masses
 
@@ -53,7 +53,7 @@ def extend_kernel(desc, Q, INFO, MASS, SINK_LOGITS, OUT, q_b, q_h, scale, softca
     if tl.load(info + 5) != 0:
         b, head = pid // H, d.model_head(desc, pid % H, MAPPED)
         BIN: tl.constexpr = OCTAVES << 23 >> STEPS
-        RQ: tl.constexpr = 16 if GP < 16 else GP
+        RQ: tl.constexpr = query_rows(GP, KV_BITS)
         kv, element, row, ranked, shares, estimate, width = row_of(desc, pid, GP, TYPE, KV_BITS)
         part, part_mass, part_left, capacity = chunks_of(desc, pid, GP, DVP)
         rg, rt, rv = tl.arange(0, GP), tl.arange(0, TILE), tl.arange(0, DVP)
@@ -105,7 +105,7 @@ def extend_kernel(desc, Q, INFO, MASS, SINK_LOGITS, OUT, q_b, q_h, scale, softca
             known += tl.sum(tl.where(inside[None, :], p1, 0.0), 1)
             listed += tl.sum(inside.to(tl.int32), 0)
         tl.debug_barrier()
-        attend_stored(desc, kv, row, mine, element, queries(desc, Q, pid, q_b, q_h, H, MAPPED, G, RQ, D, DP), scale, softcap,
+        attend_stored(desc, kv, row, mine, element, queries(desc, Q, pid, q_b, q_h, H, MAPPED, G, RQ, D, DP, KV_BITS), scale, softcap,
                       0, listed, listed, part + stripe * GP * DVP, part_mass + stripe * GP, GP, RQ, D, DP, DV, DVP, P, TT, TYPE,
                       CAP, KV_BITS, PTX, TIERED)
         tl.store(part_left + stripe * GP + rg, known)

@@ -5,7 +5,13 @@ import torch
 
 from ..cache.psa_cache import PSACache
 from ..cache.streaming_ring import SLACK_TOKENS
-from ..compat import TURNS_IN_CHUNKS
+from ..cache.window import SLACK, WindowLayer
+from ..compat import TURNS_IN_CHUNKS, Cache
+
+# Whether generate() asks sliding layers to keep what drafts are written over, as transformers does since it has this method.
+RECORDS_PAST = hasattr(Cache, "activate_past_recording")
+# A ring holds its window and SLACK tokens more; the token after those taken back sees one less than the window before it.
+WINDOW_TOKENS = SLACK + 1
 
 
 def check_generate(cache: PSACache, kwargs: dict, generation_config) -> None:
@@ -14,8 +20,7 @@ def check_generate(cache: PSACache, kwargs: dict, generation_config) -> None:
         raise NotImplementedError("output_attentions=True: sparse attention never has all attention weights. Use "
                                   "hf_sparse.unpatch_model(model) with attn_implementation='eager' for them.")
     cache.check_whole()
-    if cache.config.streaming_heads:
-        _check_drafts(kwargs, generation_config)
+    _check_drafts(cache, kwargs, generation_config)
     past = cache.tokens
     if past == 0:
         return
@@ -37,21 +42,32 @@ def check_generate(cache: PSACache, kwargs: dict, generation_config) -> None:
                          "cache.reset().")
 
 
-def _check_drafts(kwargs: dict, generation_config) -> None:
-    """Refuse drafts that may be longer than what streaming heads can take back: they would fail in the middle of a text."""
+def _check_drafts(cache: PSACache, kwargs: dict, generation_config) -> None:
+    """Refuse drafts that may be longer than what the cache can take back: they would fail in the middle of a text."""
+    # The assistant's own call, a token at a time: of what it drafts at most all is taken back from its cache.
+    assists = bool(getattr(generation_config, "is_assistant", False))
+    limits = []                                             # (tokens, of what, the remedy)
+    if cache.config.streaming_heads:
+        limits.append((SLACK_TOKENS, "streaming heads", "leave out streaming_heads"))
+    if (assists or not RECORDS_PAST) and any(isinstance(layer, WindowLayer) for layer in cache.layers):
+        remedy = "unpatch the assistant" if assists else "update transformers"
+        limits.append((WINDOW_TOKENS, "sliding-window layers", remedy))
     lookup, assistant = (kwargs.get(name, getattr(generation_config, name, None))
                          for name in ("prompt_lookup_num_tokens", "assistant_model"))
     settings = getattr(assistant, "generation_config", None)
     counts = {"prompt_lookup_num_tokens": lookup,
               "assistant_model.generation_config.num_assistant_tokens": getattr(settings, "num_assistant_tokens", None)}
-    for name, count in counts.items():
-        if count is not None and count > SLACK_TOKENS:
-            raise ValueError(f"{name}={count}: with streaming heads a draft may have up to {SLACK_TOKENS} tokens, since no "
-                             "more can be taken back where it is wrong. Lower it, or leave out streaming_heads.")
-    if getattr(settings, "num_assistant_tokens_schedule", None) in ("heuristic", "heuristic_transient"):
-        raise ValueError("assistant_model.generation_config.num_assistant_tokens_schedule="
-                         f"{settings.num_assistant_tokens_schedule!r} lets drafts grow, and with streaming heads they may have "
-                         f"up to {SLACK_TOKENS} tokens. Set it to 'constant', or leave out streaming_heads.")
+    if assists:
+        counts = {"assistant_model.generation_config.num_assistant_tokens": kwargs.get("max_new_tokens")}
+    schedule = getattr(settings, "num_assistant_tokens_schedule", None)
+    for limit, what, remedy in limits:
+        for name, count in counts.items():
+            if count is not None and count > limit:
+                raise ValueError(f"{name}={count}: with {what} a draft may have up to {limit} tokens, since no more can be "
+                                 f"taken back where it is wrong. Lower it, or {remedy}.")
+        if schedule in ("heuristic", "heuristic_transient"):
+            raise ValueError(f"assistant_model.generation_config.num_assistant_tokens_schedule={schedule!r} lets drafts grow, "
+                             f"and with {what} they may have up to {limit} tokens. Set it to 'constant', or {remedy}.")
 
 
 def check_mask(cache: PSACache, mask, total: int) -> None:

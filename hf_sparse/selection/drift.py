@@ -1,7 +1,17 @@
-"""Whether queries have turned so far that blocks chosen for the earlier ones are no longer theirs."""
+"""When blocks that were chosen for an earlier token are no longer those of this one."""
 from __future__ import annotations
 
 from torch import Tensor
+
+
+def due(age: Tensor, reuse: int, moved: Tensor, query: Tensor, chosen_for: Tensor, cosine: float) -> Tensor:
+    """KV heads that select anew, rather than read what several tokens share: bool [B, H].
+
+    Args:
+        age: [B, H], tokens that have had the selection. reuse: how many may have it.
+        moved: bool [B], rows whose selection is void whatever its age. query, chosen_for, cosine: see `drifted`; [B, H, G, D].
+    """
+    return (age >= reuse) | moved[:, None] | drifted(query, chosen_for, cosine)
 
 
 def drifted(query: Tensor, chosen_for: Tensor, cosine: float) -> Tensor:

@@ -342,6 +342,21 @@ def test_longer_drafts_are_refused_before_anything_is_computed(options, message)
         model.generate(make_prompt(40, seed=5)[None], max_new_tokens=2, **options())
 
 
+def test_a_patched_assistant_drafts_no_more_than_its_own_cache_takes_back(monkeypatch):
+    options = dict(input_ids=make_prompt(400, seed=5)[None], max_new_tokens=100, eos_token_id=VOCAB_SIZE)
+    drafts = {tokens: assistant(num_assistant_tokens=tokens, assistant_confidence_threshold=0.0)
+              for tokens in (LONGER - 1, LONGER)}
+    plain = run_generate(get_model("llama"), None, **options)
+    for draft in drafts.values():
+        patch_model(draft["assistant_model"], **SETTINGS, streaming_heads=((0, 1),))
+    assert_same_run(run_generate(get_model("llama"), None, **options, **drafts[LONGER - 1]), plain)
+    with pytest.raises(ValueError, match=f"num_assistant_tokens={LONGER}: with streaming heads .*up to {SLACK_TOKENS} "):
+        run_generate(get_model("llama"), None, **options, **drafts[LONGER])
+    monkeypatch.setattr(checks, "_check_drafts", lambda *args: None)        # it would fail half way
+    with pytest.raises(ValueError, match=f"not {LONGER}"):
+        run_generate(get_model("llama"), None, **options, **drafts[LONGER])
+
+
 def test_assistants_and_their_models():
     """A draft is half right: rejected tokens are taken back, and the rest is as without it."""
     model, draft = get_model("llama"), get_draft_model("llama")

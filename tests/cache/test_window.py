@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache, MistralConfig
 
-from hf_sparse import PSACache
+from hf_sparse import PSACache, patched
 from hf_sparse.cache.window import SLACK, WindowLayer
 from hf_sparse.kernels.reference.dense import exact_attention
+from hf_sparse.patches import checks
 from hf_sparse.patches.attention import psa_attention
 from tests.cache.drive import attention_module
 from tests.cache.shadow import Shadow
-from tests.models import get_model
+from tests.models import VOCAB_SIZE, get_draft_model, get_model
+from tests.parity import assert_same_run
+from tests.scenarios import make_prompt, run_generate
 
 WINDOW = 6
 CAPACITY = WINDOW + SLACK
@@ -253,3 +258,70 @@ def test_long_turns_on_a_model_that_is_not_patched(family):
         parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([30, 150, 80], 1)]
         logits.append(torch.cat(parts, 1))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
+# -- drafts -----------------------------------------------------------------------------------------------------------
+DENSE = dict(min_context=0, block_size=4, threshold=1.0)
+
+
+def drafted(model, **options) -> dict:
+    options |= dict(max_new_tokens=80, eos_token_id=VOCAB_SIZE)
+    return run_generate(model, None, input_ids=make_prompt(100, seed=5)[None], **options)
+
+
+def looked_up(model, tokens: int) -> dict:
+    """Drafts from the prompt, in which any token of the vocabulary is followed by many others; few of them are right."""
+    return drafted(model, prompt_lookup_num_tokens=tokens, max_matching_ngram_size=1)
+
+
+def assisted(model, tokens: int) -> dict:
+    """Drafts of a patched model with sliding layers: its own cache takes them back."""
+    draft = copy.deepcopy(get_draft_model("mistral"))
+    draft.generation_config.update(num_assistant_tokens=tokens, assistant_confidence_threshold=0.0)
+    with pytest.warns(UserWarning, match="no full-attention layer"), patched(draft, **DENSE):
+        return drafted(model, assistant_model=draft)
+
+
+@pytest.fixture
+def cropped(monkeypatch) -> list[int]:
+    """How many tokens a sliding layer was told to take back, each time."""
+    counts, crop = [], WindowLayer.crop
+
+    def noted(layer, tokens):
+        counts.append(layer.to_remove(tokens))
+        crop(layer, tokens)
+
+    monkeypatch.setattr(WindowLayer, "crop", noted)
+    return counts
+
+
+@pytest.mark.parametrize("drafts", [
+    pytest.param(("gemma3", looked_up, "prompt_lookup_num_tokens", "update transformers"), id="lookup-before-past-is-recorded"),
+    pytest.param(("llama", assisted, "num_assistant_tokens", "unpatch the assistant"), id="patched-assistant"),
+])
+def test_drafts_may_be_as_long_as_what_the_ring_gives_back(drafts, cropped, monkeypatch):
+    family, make, name, remedy = drafts
+    limit, model, computed = checks.WINDOW_TOKENS, get_model(family), []
+    monkeypatch.setattr(checks, "RECORDS_PAST", False)      # as transformers was up to 5.12 at least
+    monkeypatch.setattr(WindowLayer, "activate_past_recording", lambda layer: None)
+    plain = drafted(model)
+    with patched(model, **DENSE):
+        assert_same_run(make(model, limit), plain)
+        assert max(cropped) == limit
+        message = f"{name}={limit + 1}: .*up to {limit} tokens.*Lower it, or {remedy}"
+        with model.register_forward_hook(lambda *_: computed.append(1)), pytest.raises(ValueError, match=message):
+            make(model, limit + 1)
+        assert not computed
+        # It would fail half way, which is why it is refused.
+        monkeypatch.setattr(checks, "_check_drafts", lambda *args: None)
+        with pytest.raises(ValueError, match=f"can take back {limit} tokens, not {limit + 1}"):
+            make(model, limit + 1)
+
+
+@pytest.mark.skipif(not checks.RECORDS_PAST, reason="this transformers does not ask caches to record it")
+def test_drafts_of_any_length_where_the_past_is_recorded(cropped):
+    model = get_model("gemma3")
+    plain = drafted(model)
+    with patched(model, **DENSE):
+        assert_same_run(looked_up(model, 79), plain)
+    assert max(cropped) > checks.WINDOW_TOKENS

@@ -15,10 +15,12 @@ from hf_sparse.evaluation.cells import CellFile, model_id
 from hf_sparse.evaluation.decoding import answers as real_answers
 from hf_sparse.evaluation.decoding import prefill
 from hf_sparse.evaluation.estimates import LayerKeys
+from hf_sparse.evaluation.found import Found
 from hf_sparse.evaluation.grid import Simulator, run_grid
 from hf_sparse.evaluation.policies import parse_policies, parse_policy, with_heads
 from hf_sparse.evaluation.reuse import Reuse
-from hf_sparse.evaluation.simulated import Context, Found, SimulatedLayer, simulate
+from hf_sparse.evaluation.simulated import Context, simulate
+from hf_sparse.evaluation.simulated_layer import SimulatedLayer
 from hf_sparse.evaluation.summary import rows
 from hf_sparse.evaluation.work import task_work
 from hf_sparse.heads.profile import HeadProfile

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_sparse import PSAConfig, patched
-from hf_sparse.evaluation import estimates, simulated
+from hf_sparse.evaluation import estimates, simulated_layer
 from hf_sparse.evaluation.decoding import DenseDecodeError, answer, prefill
 from hf_sparse.evaluation.estimates import Estimator, LayerKeys
 from hf_sparse.evaluation.generated import FreeQuestion, generate_answer
@@ -111,7 +111,7 @@ def test_dense_is_dense(llama):
 def test_results_depend_neither_on_pieces_nor_on_what_was_asked_before(llama, monkeypatch):
     first, found = run(llama, "psa")
     run(llama, "topk@0.2/cuboid_mean")
-    monkeypatch.setattr(simulated, "LOGIT_ELEMENTS", 1)
+    monkeypatch.setattr(simulated_layer, "LOGIT_ELEMENTS", 1)
     monkeypatch.setattr(estimates, "PIECE_ELEMENTS", 1)
     again, pieces = run(llama, "psa")
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(first, again, strict=True))

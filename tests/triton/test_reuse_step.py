@@ -155,6 +155,24 @@ def test_what_had_to_be_read_on_is_not_kept():
     assert torch.equal(layer.kept.state[..., 3], short)
 
 
+def test_the_least_critical_block_makes_room_where_the_tail_grows():
+    """With `reuse` up to a block, a kept selection sees one block end at most within its unit, and the list ends with its
+    least critical block, but for the width of the cut's bin."""
+    reader = Reader(300, pads=(0, 5), kernels=True, reuse=P, reuse_refresh=0, digest="channel_codes", policy="top_k", top_k=24)
+    share, lost = None, 0
+    for _ in range(P):
+        reader.step()
+        work, kept = reader.layer.state.static._work(reader.layer), reader.layer.kept
+        _, _, planned, fresh, *_ = kept.state.unbind(-1)
+        share = work.share.clone() if share is None else torch.where(fresh[..., None] != 0, work.share, share)
+        for row, head in torch.nonzero(planned > work.info[..., 0]).tolist():
+            listed = kept.ranked[row, head, :planned[row, head]]
+            left = listed[work.info[row, head, 0]:]
+            assert len(left) == 1 and share[row, head, left] <= 1.05 * share[row, head, listed].min()
+            lost += 1
+    assert lost > 2 * HEADS
+
+
 def test_control_a_query_that_is_not_kept_is_seen():
     """Kernels that compare with the query of the token before: the check must notice."""
     reader = Reader(12 * P + 3, kernels=True, reuse=8, wander=0.25, reuse_refresh=0.8)
