@@ -10,7 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 __all__ = [
     "AttentionInterface", "AttentionMaskInterface", "CACHE_ARGUMENT", "CACHE_NAMES", "Cache", "CacheLayerMixin",
-    "TURNS_IN_CHUNKS",
+    "RECORDS_PAST", "TURNS_IN_CHUNKS",
     "causal_mask_function", "chunk_of", "is_plain_layer", "is_sliding_layer", "nibble_rows", "query_length",
     "sdpa_attention_forward", "sdpa_mask", "template_layers",
 ]
@@ -25,6 +25,8 @@ CACHE_NAMES = ("past_key_values", "cache")
 CACHE_ARGUMENT = "cache" if VERSION >= (5, 24) else "past_key_values"
 # Of a turn in chunks on a filled cache, 5.17 feeds the whole conversation again, or gives new tokens the mask of the first ones.
 TURNS_IN_CHUNKS = VERSION >= (5, 24)
+# Whether caches can be asked to keep what sliding layers would write drafts over, as generate() then does.
+RECORDS_PAST = hasattr(Cache, "activate_past_recording")
 
 
 def nibble_rows(triton_version: str) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -15,7 +17,7 @@ import torch
 import hf_sparse
 from hf_sparse import PSAConfig, patched
 from hf_sparse.commands import evaluate as eval_command
-from hf_sparse.commands.common import CommandError, parse_pair
+from hf_sparse.commands.common import CommandError, in_a_line, parse_pair
 from hf_sparse.commands.main import main
 from hf_sparse.evaluation import TASKS
 from tests.text_model import CONTEXT, save_text_model, text_model, text_tokenizer
@@ -155,6 +157,7 @@ def test_generate_prints_statistics_beside_the_answer(directory, capsys):
     printed = capsys.readouterr()
     stats = json.loads(printed.err[printed.err.index("{") :])
     assert stats["sparse_steps"] == 8 and 0 < stats["kv_fraction"] < 1
+    assert all(type(stats[name]) is int for name in ("blocks_read", "blocks_held"))
     assert "kv_fraction" not in printed.out
 
 
@@ -271,7 +274,71 @@ def test_tune_writes_nothing_where_no_threshold_is_good_enough(directory, tmp_pa
     assert "no threshold" in capsys.readouterr().err and not (tmp_path / "profile").exists()
 
 
+def test_tune_looks_at_the_length_before_it_loads_the_model(directory, monkeypatch):
+    monkeypatch.setattr("hf_sparse.commands.tune.load_model", lambda arguments: pytest.fail("loaded"))
+    assert main(["tune", directory, "--length", "500"]) == 2
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------
+
+
+def refusal(capsys, *arguments) -> str:
+    """The line that a command ends with."""
+    assert main([*arguments]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize("verb", ["generate", "eval", "tune", "heads"])
+@pytest.mark.parametrize("size", [1000, 30], ids=["cut off", "cut off in the header"])
+def test_damaged_weights(directory, tmp_path, capsys, verb, size):
+    broken = tmp_path / "model"
+    shutil.copytree(directory, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:size])
+    settings = ["--prompt", "x"] if verb == "generate" else ["--set", "min_context=0"] if verb == "tune" else []
+    assert "weights" in (line := refusal(capsys, verb, str(broken), *settings)) and "damaged or cut off" in line
+
+
+def test_a_directory_without_a_tokenizer(directory, tmp_path, capsys):
+    """Its message is whole, not the first line of several."""
+    bare = tmp_path / "model"
+    shutil.copytree(directory, bare, ignore=shutil.ignore_patterns("*token*", "chat_template*"))
+    line = refusal(capsys, "generate", str(bare), "--prompt", "x")
+    assert "the tokenizer of" in line and not line.rstrip().endswith((":", ",", "of"))
+
+
+@pytest.mark.parametrize("error", [ValueError(""), OSError("one.\ntwo"), OSError("one of:\n  two\n\n  three ")], ids=repr)
+def test_errors_in_a_line(error):
+    assert in_a_line(error) == {"": "ValueError", "one.\ntwo": "one."}.get(str(error), "one of: two three")
+
+
+@pytest.mark.parametrize("verb", ["generate", "eval", "tune", "heads"])
+def test_a_tokenizer_of_more_tokens_than_the_model(directory, tmp_path, capsys, verb):
+    small = tmp_path / "model"
+    shutil.copytree(directory, small)
+    known, config = 20, copy.deepcopy(text_model().config)
+    config.vocab_size = known
+    type(text_model())(config).save_pretrained(small)
+    settings = {
+        "generate": ["--prompt", "the sea and the land"],
+        "heads": ["--length", "300"],
+        "eval": ["--length", "400", "--task", "kl"],
+        "tune": ["--length", "400", "--set", "min_context=0"],
+    }[verb]
+    assert f"the model knows tokens 0 to {known - 1}" in refusal(capsys, verb, str(small), *settings)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes of POSIX")
+def test_output_that_nobody_reads_any_more(directory):
+    """`hf-sparse generate ... | head`: no traceback."""
+    command = [sys.executable, "-m", "hf_sparse.commands.main", "generate", directory, "--prompt", "x y z", "--max-new-tokens", "60"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait() == 141
+    assert "Traceback" not in errors and "BrokenPipeError" not in errors
 
 
 @pytest.mark.parametrize(
@@ -299,6 +366,7 @@ def test_tune_writes_nothing_where_no_threshold_is_good_enough(directory, tmp_pa
         (["tune", "{model}", "--threshold", "0.8"], "tune chooses the threshold"),
         (["tune", "{model}", "--set", "threshold=0.8"], "tune chooses the threshold"),
         (["tune", "someone/something"], "give --out"),
+        (["tune", "{model}", "--length", "500,3000"], "--length 500 is below min_context=2048"),
         (["eval", "{model}", "--real", "--blocks", "blocks.png"], "--blocks shows what only a simulation knows"),
         (["eval", "{model}", "--real", "--layers"], "--layers shows what only a simulation knows"),
         (["eval", "{model}", "--preset", "paper", "--config", "{empty}"], "one of them"),

@@ -63,7 +63,7 @@ class DigestStore:
         """Remember the squares of the last queries of every row: query [B, Hq, Q, D], valid [B, Q] or None (all)."""
         if self.calibrated and not self.provisional:
             return
-        query = query[:, :, -TAIL_QUERIES:] if valid is None else query
+        query = query.detach() if valid is not None else query[:, :, -TAIL_QUERIES:].detach()
         if valid is None:
             valid = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
         query, valid = _last(query, valid)

@@ -24,6 +24,23 @@ class Pending:
         return self.keys.shape[2]
 
 
+def refuse_gradient(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`result`, which depends on what a cache has stored; a backward through it is refused if `source` is part of one."""
+    return _WithoutGradient.apply(result, source) if torch.is_grad_enabled() and source.requires_grad else result
+
+
+class _WithoutGradient(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, result, source):
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError("Gradients don't flow through what a PSACache has stored. Use transformers' own cache, or none "
+                                  "and all tokens in one forward (use_cache=False).")
+
+
 class KVHandle:
     """All keys (or values) of one layer, [B, H, T, D], not a tensor until something needs one."""
 
@@ -63,7 +80,7 @@ class KVHandle:
     def dense(self) -> torch.Tensor:
         """The tensor. Costs a copy of the layer's keys or values."""
         if self._dense is None:
-            self._dense = self.layer.materialise(self.which, self.pending)
+            self._dense = refuse_gradient(self.layer.materialise(self.which, self.pending), self.new)
         return self._dense
 
     def to(self, *args, **kwargs):

@@ -127,9 +127,10 @@ class PSALayer(LayerRows):
 
     def _digest(self) -> None:
         """Digest what has closed so far: before a step's own token, which no digest speaks of yet."""
-        self.digests.update(self.pool.tiers(), self.table, self.lengths, self.length, self.ragged,
-                            self.config.sink_blocks, self.key_dim, self.value_dim,
-                            None if self.exact is None else self._blocks)
+        with torch.autocast(self.device.type, enabled=False):
+            self.digests.update(self.pool.tiers(), self.table, self.lengths, self.length, self.ragged,
+                                self.config.sink_blocks, self.key_dim, self.value_dim,
+                                None if self.exact is None else self._blocks)
 
     def _decode(self, query, scaling, softcap, sinks, dense_step, own=True):
         self.stats.steps += 1
@@ -140,7 +141,7 @@ class PSALayer(LayerRows):
         return self._sparse_step(query, scaling, softcap, sinks, own)
 
     def _sparse_step(self, query, scaling, softcap, sinks, own):
-        with Change(self.state, self.pool, ()):
+        with Change(self.state, self.pool, ()), torch.autocast(self.device.type, enabled=False):
             return sparse_step(self, query, scaling, softcap, sinks, own)
 
     # -- the decode step as kernels -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ VICTIMS = 1024                                              # length of the evic
 
 
 def decode_policy(config: PSAConfig) -> DecodePolicy:
-    never = config.policy == "top_k" or (config.policy == "threshold" and config.threshold >= 1.0)
+    threshold = config.top_p if config.policy == "top_p" else config.threshold
     floor, cap = config.bounds
     floor_share = floor if isinstance(floor, float) else 0.0
     limit, share = NO_LIMIT, 1.0
@@ -30,7 +30,7 @@ def decode_policy(config: PSAConfig) -> DecodePolicy:
         elif given is not None:
             limit = min(limit, given)
     return DecodePolicy(
-        threshold=config.top_p if config.policy == "top_p" else config.threshold, never=never,
+        threshold=threshold, never=config.policy == "top_k" or threshold >= 1.0,
         by_estimate=config.policy == "top_p", group_min=config.group_stop == "min", max_blocks=limit,
         min_blocks=0 if floor_share else floor, floor_share=floor_share, top_share=share,
         top_least=config.least_cap, min_context=config.min_context,

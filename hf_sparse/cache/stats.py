@@ -60,7 +60,7 @@ class LayerStats:
         read, held, coverage, count, selected = map(sum, zip(*found)) if found else [0.0] * 5
         return {
             "layer": index, "kind": kind, "steps": self.steps, "sparse_steps": steps,
-            "blocks_read": read, "blocks_held": held, "kv_fraction": read / held if held else None,
+            "blocks_read": int(read), "blocks_held": int(held), "kv_fraction": read / held if held else None,
             "captured_log_mass": None if self.captured is None else self.captured[..., :self.group].flatten(1).tolist(),
             "coverage": coverage / selected if selected else None,
             "coverage_true": float(self.true_coverage) / steps if steps and verify else None,

@@ -5,6 +5,8 @@ import weakref
 
 import torch
 
+from ..compat import RECORDS_PAST
+from ..kernels.prefill import window_attention
 from ..kernels.reference.dense import exact_attention
 from .handle import KVLength, Pending
 from .owner import Change
@@ -39,6 +41,7 @@ class WindowLayer(LayerProtocol):
         self.length, self.batch, self.capacity = 0, 0, 0
         self.oldest = 0                                     # first position that has not been overwritten
         self.ring_keys = self.ring_values = self.ring_valid = self.first = None
+        self.padded = False                                 # no padding has come so far
         self.pending: Pending | None = None
         self.is_initialized = False
 
@@ -96,6 +99,7 @@ class WindowLayer(LayerProtocol):
     def _write(self, pending: Pending, valid: torch.Tensor | None):
         keys, values, flags = self._before(pending)
         count = pending.count
+        self.padded = self.padded or valid is not None
         if valid is None:
             valid = torch.ones(self.batch, count, dtype=torch.bool, device=self.device)
         everything = (torch.cat([keys, pending.keys], 2), torch.cat([values, pending.values], 2),
@@ -108,8 +112,9 @@ class WindowLayer(LayerProtocol):
         self.first = torch.where((self.first < 0) & valid.any(1), first, self.first)
         kept = min(count, self.capacity)
         index = self._indices(pending.start + count - kept, pending.start + count)
-        self.ring_keys[:, :, index] = pending.keys[:, :, count - kept:]
-        self.ring_values[:, :, index] = pending.values[:, :, count - kept:]
+        # Without gradients: a ring would hold the graphs of all forwards.
+        self.ring_keys[:, :, index] = pending.keys[:, :, count - kept:].detach()
+        self.ring_values[:, :, index] = pending.values[:, :, count - kept:].detach()
         self.ring_valid[:, index] = valid[:, count - kept:]
         self.length = pending.start + count
         self.oldest = max(self.oldest, self.length - self.capacity)
@@ -149,6 +154,10 @@ class WindowLayer(LayerProtocol):
             if mask.dtype == torch.bool:
                 mask = mask | ~mask.any(-1, keepdim=True)
             return exact_attention(query, keys, values, mask, scaling, softcap, sinks)
+        if self.chunk is None and not self.padded:
+            output = window_attention(query, keys, values, self.window, scaling, softcap, sinks)
+            if output is not None:
+                return output
         outputs = []
         for low in range(0, count, QUERY_CHUNK):
             high = min(low + QUERY_CHUNK, count)
@@ -188,6 +197,7 @@ class WindowLayer(LayerProtocol):
         if self.is_initialized and valid.shape[1] == self.length:
             seen, index = self._visible(valid)
             self.ring_valid[:, index] = seen
+            self.padded = True
 
     # -- rows -----------------------------------------------------------------------------------------------------------
     def _take_rows(self, index: torch.Tensor) -> None:
@@ -204,11 +214,11 @@ class WindowLayer(LayerProtocol):
         length = self.get_seq_length()
         kept, oldest = length - count, max(self.oldest, length - self.capacity)
         if self.is_initialized and count and kept and kept - self._past(kept) < oldest:
+            recording = ", or call cache.activate_past_recording() before feeding the tokens that may be cropped"
             raise ValueError(
                 f"Layer {self.index} has a window of {self.window} tokens and can take back "
                 f"{max(0, length - oldest - self.window + 1)} tokens, not {count}. Call cache.reset() and feed the shorter text "
-                "again, or call cache.activate_past_recording() before feeding the tokens that may be cropped. "
-                "Nothing was changed.")
+                f"again{recording if RECORDS_PAST else ''}. Nothing was changed.")
 
     def crop(self, tokens: int) -> None:
         self.check_crop(tokens)

@@ -95,9 +95,10 @@ def load_model(args: argparse.Namespace):
     """(model in eval mode on its device, tokenizer).
 
     Raises:
-        CommandError: no such directory, not a model, or a device that is not there.
+        CommandError: no such directory, not a model, a damaged one, or a device that is not there.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -111,13 +112,23 @@ def load_model(args: argparse.Namespace):
         raise CommandError(f"{args.model!r} holds no config.json, so it is not a model in Hugging Face format")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = args.dtype or ("float32" if device.startswith("cpu") else "auto")
+    what = "the tokenizer of {!r} can't be loaded"
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
+        what = "{!r} can't be loaded as a causal language model"
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    except SafetensorError as error:
+        raise CommandError(f"the weights of {args.model!r} are damaged or cut off ({error}); get them again") from error
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise CommandError(f"{args.model!r} can't be loaded as a causal language model: {first}") from error
+        raise CommandError(f"{what.format(args.model)}: {in_a_line(error)}") from error
     try:
         return model.to(device).eval(), tokenizer
     except (RuntimeError, AssertionError) as error:
         raise CommandError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from error
+
+
+def in_a_line(error: Exception) -> str:
+    """An error's first line, or all of it if that ends in the middle of a sentence."""
+    lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
+    first, *others = (line.strip() for line in lines if line.strip())
+    return " ".join([first, *others]) if first.endswith((":", ",")) else first

@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers import TextStreamer
 
+    from ..evaluation.work import check_ids
     from ..patches.model import patch_model
 
     model, tokenizer = load_model(args)
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     torch.manual_seed(args.seed)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     try:
+        check_ids(model, inputs["input_ids"].flatten().tolist())
         patch_model(model, config)
         model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=args.sample, pad_token_id=pad,
                        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import pathlib
 import sys
 import time
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"--{name} {value}: must be in [0, 1]")
 
     from ..evaluation.samples import Haystack
+    from ..evaluation.work import check_ids
     from ..heads.calibrate import calibrate_heads
 
     model, tokenizer = load_model(args)
@@ -48,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         haystack = Haystack(read_text(args.text), tokenizer)
         texts = [haystack.plain(args.length, args.seed + i) for i in range(args.samples)]
+        check_ids(model, itertools.chain(*texts))
         profile = calibrate_heads(model, texts, method=args.method, sink=args.sink, window=args.window,
                                   progress=None if args.quiet else Bar(), **chunk)
     except (FileNotFoundError, FloatingPointError, ValueError, NotImplementedError) as error:

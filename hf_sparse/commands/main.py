@@ -1,10 +1,12 @@
 """`hf-sparse VERB ...`
 
-Exit status: 0 done, 1 an evaluation that measured nothing sparse, 2 bad arguments or input, 130 interrupted.
+Exit status: 0 done, 1 an evaluation that measured nothing sparse, 2 bad arguments or input, 130 interrupted, 141 output
+that nobody reads any more.
 """
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status. argparse itself exits with 2 on arguments it can't read."""
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:                                 # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())       # or Python fails to flush it at its end
+        return 141
     except CommandError as error:
         print(f"hf-sparse {args.verb}: error: {error}", file=sys.stderr)
         return 2

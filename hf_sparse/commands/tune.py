@@ -31,6 +31,9 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("tune chooses the threshold; leave out the one given")
     if args.policy not in (None, "threshold"):
         raise CommandError(f"--policy {args.policy} has no threshold to choose; leave it out")
+    if min(args.length) < config.min_context:
+        raise CommandError(f"--length {min(args.length)} is below min_context={config.min_context}, up to which attention is dense "
+                           "whatever the threshold; lengthen it, or lower that with --set min_context=TOKENS")
 
     from ..config import CONFIG_NAME
     from ..evaluation import tune

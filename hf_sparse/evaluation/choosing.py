@@ -62,7 +62,7 @@ def candidate_blocks(policy: Policy, seen: Seen) -> Tensor:
 
 def _never_stops(config) -> bool:
     """Whether blocks are read up to the limit, whatever mass they hold."""
-    return config.policy == "top_k" or config.policy == "threshold" and config.threshold >= 1.0
+    return config.policy == "top_k" or (config.top_p if config.policy == "top_p" else config.threshold) >= 1.0
 
 
 def _with_sinks(mass: Tensor, sinks: Tensor | None) -> Tensor:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from . import longbench, ruler
 from .generated import FreeQuestion
@@ -74,7 +74,9 @@ def file_work(files: Sequence[str], tokenizer, lengths: Sequence[int], samples: 
 
 
 def check_lengths(model, work: Sequence[tuple[int, Sample]]) -> None:
-    """Raise ValueError if a sample with its longest question and answer does not fit the model's context."""
+    """Raise ValueError if a sample with its longest question and answer does not fit the model's context, or its ids its
+    vocabulary."""
+    check_ids(model, (token for _, sample in work for token in sample.context))
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is None:
         return
@@ -83,6 +85,14 @@ def check_lengths(model, work: Sequence[tuple[int, Sample]]) -> None:
         if needed > limit:
             raise ValueError(f"task {sample.task} at length {length}: context, question and answer take {needed} tokens but "
                              f"the model's context is {limit}; ask for a length of at most {length - (needed - limit)}")
+
+
+def check_ids(model, ids: Iterable[int]) -> None:
+    """Raise ValueError if the model does not have one of these tokens."""
+    known, largest = model.get_input_embeddings().weight.shape[0], max(ids, default=0)
+    if largest >= known:
+        raise ValueError(f"the tokenizer gives token {largest}, but the model knows tokens 0 to {known - 1}; use the tokenizer "
+                         "that it was trained with")
 
 
 def question_tokens(question) -> int:

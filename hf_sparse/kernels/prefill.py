@@ -1,4 +1,4 @@
-"""Causal attention of prompts for layers some of whose KV heads are streaming heads, which see sinks and a window only.
+"""Causal attention of prompts: of streaming heads, which see sinks and a window only, of heads that see everything, and of windows.
 
 A streaming head's query at position t sees the keys j <= t with j < sink or j > t - window: the window counts the query itself.
 Queries are those of the last tokens.
@@ -17,6 +17,7 @@ from .reference.dense import exact_attention
 # Queries at a time of PyTorch's attention where it holds a mask or all logits, and from how many on the kernel is faster than it.
 QUERY_CHUNK = 512
 MANY_QUERIES = 1024
+FEW_QUERIES = 16
 
 
 def streaming_attention(query, keys, values, heads: torch.Tensor | None, sink: int, window: int, scaling: float,
@@ -71,6 +72,19 @@ def causal_attention(query, keys, values, scaling: float, softcap: float = 0.0, 
         outputs.append(exact_attention(query[:, :, low:high], keys[:, :, :past + high], values[:, :, :past + high], None, scaling,
                                        softcap, sinks, causal=True))
     return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+
+
+def window_attention(query, keys, values, window: int, scaling: float, softcap: float = 0.0, sinks=None) -> torch.Tensor | None:
+    """Attention of the last Q of T tokens, none of them padding, within a sliding window: by the kernel, or None where PyTorch
+    is to do it: without a GPU, in fp32, and for few queries.
+
+    Args:
+        window: tokens that a query sees, its own among them.
+        others: see `streaming_attention`.
+    """
+    if query.shape[2] < FEW_QUERIES or not _kernel_runs(query, keys, values):
+        return None
+    return streaming_attention(query, keys, values, None, 0, window, scaling, softcap, sinks)
 
 
 def prefill_attention(query, keys, values, streaming: tuple[int, ...], sink: int, window: int, scaling: float,
@@ -134,13 +148,17 @@ def _kernel_is_faster(query, keys, values, unusual: bool) -> bool:
 
     Of a whole prompt PyTorch's kernels are faster (cuDNN); where there is a past, they are not from some queries on.
     """
-    if not query.is_cuda or query.dtype == torch.float32 or max(query.shape[3], values.shape[3]) > 256 or \
-            (torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)):
+    if not _kernel_runs(query, keys, values):
         return False
-    capability = torch.cuda.get_device_capability(query.device)
     if unusual:
-        return capability >= (8, 0) and query.shape[2] >= 16
-    return capability >= (9, 0) and MANY_QUERIES <= query.shape[2] < keys.shape[2]
+        return query.shape[2] >= FEW_QUERIES
+    return torch.cuda.get_device_capability(query.device) >= (9, 0) and MANY_QUERIES <= query.shape[2] < keys.shape[2]
+
+
+def _kernel_runs(query, keys, values) -> bool:
+    return (query.is_cuda and query.dtype != torch.float32 and max(query.shape[3], values.shape[3]) <= 256
+            and not (torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad))
+            and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 def _new_output(query, values):

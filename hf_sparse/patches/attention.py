@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from ..cache.handle import KVHandle
+from ..cache.handle import KVHandle, refuse_gradient
 from ..compat import AttentionInterface, AttentionMaskInterface, sdpa_attention_forward
 from ..kernels.prefill import causal_attention
 from ..kernels.reference.dense import exact_attention
@@ -49,6 +49,8 @@ def psa_attention(module, query, key, value, attention_mask, scaling=None, dropo
         valid, pattern = read_mask(attention_mask, query.shape[2], key.pending)
         step = partial(dense_step, module, scaling=scaling, softcap=softcap, sinks=s_aux)
         output = key.layer.attend(query, key.pending, valid, pattern, scaling, softcap, s_aux, step)
+        if key.pending.start > 0:
+            output = refuse_gradient(output, query)
         return output.transpose(1, 2).contiguous(), None
     # No PSACache (training, vision towers, other caches), or keys and values that the model edited on the way.
     key = key.dense() if isinstance(key, KVHandle) else key
@@ -57,8 +59,10 @@ def psa_attention(module, query, key, value, attention_mask, scaling=None, dropo
     if not softcap and s_aux is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                                       is_causal=is_causal, **kwargs)
-    causal = attention_mask is None and query.shape[2] > 1 and is_causal is not False
-    if causal:
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and query.shape[2] > 1 and is_causal:
+        # No mask says that the first query is of the first key; behind the last one's are the empty places of a static cache.
+        key, value = key[:, :, :query.shape[2]], value[:, :, :query.shape[2]]
         output = causal_attention(query, key, value, scaling, softcap, s_aux)
     else:
         output = exact_attention(query, key, value, attention_mask, scaling, softcap, s_aux)

@@ -6,10 +6,8 @@ import torch
 from ..cache.psa_cache import PSACache
 from ..cache.streaming_ring import SLACK_TOKENS
 from ..cache.window import SLACK, WindowLayer
-from ..compat import TURNS_IN_CHUNKS, Cache
+from ..compat import RECORDS_PAST, TURNS_IN_CHUNKS
 
-# Whether generate() asks sliding layers to keep what drafts are written over, as transformers does since it has this method.
-RECORDS_PAST = hasattr(Cache, "activate_past_recording")
 # A ring holds its window and SLACK tokens more; the token after those taken back sees one less than the window before it.
 WINDOW_TOKENS = SLACK + 1
 

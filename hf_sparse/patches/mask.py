@@ -30,14 +30,19 @@ def psa_mask(batch_size: int, *args, attention_mask=None, mask_function=causal_m
         return sdpa_mask(batch_size, *args, attention_mask=attention_mask, mask_function=mask_function, **kwargs)
     count = query_length(args, kwargs)
     total = int(length) + int(kwargs.get("kv_offset", 0))
+    def dense():
+        return sdpa_mask(batch_size, *args, attention_mask=attention_mask, mask_function=mask_function,
+                         **dict(kwargs, kv_length=int(length), allow_is_causal_skip=False))
+
     if not is_plain(mask_function) and not (count == 1 and hides_nothing(mask_function, length.layer)):
-        kwargs = dict(kwargs, kv_length=int(length), allow_is_causal_skip=False)
-        return sdpa_mask(batch_size, *args, attention_mask=attention_mask, mask_function=mask_function, **kwargs)
+        return dense()
     padding = None
     if attention_mask is not None and attention_mask.dim() == 2:
         padding = attention_mask[:, :total].bool()
-        if padding.shape[1] < total:                        # a mask that stops early hides nothing after its end
-            padding = torch.nn.functional.pad(padding, (0, total - padding.shape[1]), value=True)
+        if padding.shape[1] < total:
+            raise ValueError(f"attention_mask covers {padding.shape[1]} of {total} tokens: it must speak of those in the cache and "
+                             "of the new ones. Give it all of them, or leave it out if none is padding. Nothing in the cache was "
+                             "changed.")
         check_past(length.layer, padding, total - count)
         # One look before the step: a mask of ones is no padding, and costs nothing from here on. Where the model edits
         # keys on the way, attention is dense and needs the padding of the whole row.
@@ -45,7 +50,9 @@ def psa_mask(batch_size: int, *args, attention_mask=None, mask_function=causal_m
         if bool(seen.all()):
             padding = None
     if padding is not None:
-        return padding[:, None, None]
+        # Of one token it is taken for the whole pattern (see `read_mask`), and a chunk is less than what a ring shows.
+        chunked = getattr(length.layer, "chunk", None) is not None
+        return dense() if count == 1 and chunked else padding[:, None, None]
     if count == 1:
         return None
     # Not None: that means something else to stock sdpa when code of the model edits keys on the way.

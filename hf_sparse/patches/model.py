@@ -176,8 +176,12 @@ _METHODS = {"generate": generate, "get_compiled_call": get_compiled_call,
 def _check_call(module, args, kwargs):
     """Forward pre-hook: refuse before anything is computed, so that a cache never loses what it holds."""
     cache = _cache_of(args, kwargs)
-    if cache is None:
-        return
+    if cache is not None:
+        _enter(module, cache, args, kwargs)
+
+
+@torch.compiler.disable                                     # of a compiled model, too: it runs outside of the graph
+def _enter(module, cache: PSACache, args, kwargs) -> None:
     state = getattr(module, _STATE, None)
     if kwargs.get("use_cache") is False:
         raise ValueError("use_cache=False with a PSACache: it would be updated all the same. Leave out one of them.")
@@ -205,18 +209,24 @@ def _leave_call(module, args, kwargs, output) -> None:
     """Forward hook, also of forwards that have failed: they have no output."""
     cache = _cache_of(args, kwargs)
     if cache is not None:
-        cache.leave(output is not None)
+        _leave(cache, output is not None)
+
+
+@torch.compiler.disable
+def _leave(cache: PSACache, finished: bool) -> None:
+    cache.leave(finished)
 
 
 def _cache_of(args, kwargs) -> PSACache | None:
     """The PSACache that a forward was given."""
-    if torch.compiler.is_compiling():
-        return None
     cache = next((kwargs[name] for name in CACHE_NAMES if isinstance(kwargs.get(name), PSACache)), None)
     return cache or next((arg for arg in args if isinstance(arg, PSACache)), None)
 
 
 def _check(model) -> support.Support:
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        raise TypeError("patch_model was given a compiled model: patch first, compile afterwards, as in "
+                        "torch.compile(patch_model(model)).")
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise TypeError(f"patch_model takes a transformers model, got {type(model).__name__}.")
     if not hasattr(model, "generate"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from transformers import DynamicCache
 
 from hf_sparse import PSACache, patched
 from tests.cache.drive import Text, decode, feed
-from tests.models import get_model
+from tests.families.build import tiny_model
+from tests.models import energise, get_model, prepare
 from tests.scenarios import make_prompt
 
 TOLERANCE = 2e-4
@@ -207,21 +210,47 @@ def test_tokens_shown_later_are_refused(family):
     pair.decode(kept)
 
 
-def test_a_mask_that_stops_early_hides_nothing_after_its_end():
-    """As in transformers: a loop may pass the prompt's mask again and again."""
-    pair = Pair()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("length", "count"), [(LENGTH, 1), (LENGTH, 5), (5, 5), (1, 1)], ids=lambda number: str(number))
+def test_a_mask_that_stops_early_is_refused(family, length, count):
+    """transformers would hide the tokens after its end, the newest ones, from everybody."""
+    pair = Pair(family)
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, :17] = 0
     pair.forward(ids_of(), mask)
-    expected = Pair()
-    expected.forward(ids_of(), mask)
-    longer = mask
-    for step in range(3):
-        longer = torch.cat([longer, torch.ones(2, 1, dtype=torch.long)], 1)
-        place = positions(longer, 1)
-        ours = pair.forward(ids_of(2, 1, 50 + 3 * step), mask, check=False, position_ids=place)
-        theirs = expected.forward(ids_of(2, 1, 50 + 3 * step), longer, position_ids=place)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    with patched(pair.model, **pair.settings), pytest.raises(ValueError, match=f"covers {length} of {LENGTH + count} tokens"):
+        pair.model(ids_of(2, count, 70), attention_mask=mask[:, :length], past_key_values=pair.ours)
+    pair.decode(mask)
+
+
+@pytest.mark.parametrize("hidden", [[-1], [-2], [5], [0], [10, -1]], ids=str)
+@pytest.mark.parametrize("steps", [(18, 1), (16, 1), (10, 1), (33, 1), (18, 1, 1), (18, 3), (18, 2, 1)], ids=str)
+@torch.no_grad()
+def test_a_row_whose_new_token_is_hidden_keeps_to_its_chunk(steps, hidden):
+    """Llama 4: layers that see the tokens of one chunk."""
+    model = chunked_model()
+    ids, logits = ids_of(3, sum(steps)), []
+    mask = torch.ones_like(ids)
+    mask[0, hidden] = 0
+    settings = dict(threshold=1.0, min_context=0, block_size=8)
+    for cache in (DynamicCache(config=model.config), PSACache(model.config, **settings)):
+        with patched(model, **settings) if isinstance(cache, PSACache) else contextlib.nullcontext():
+            outputs, past = [], 0
+            for count in steps:
+                seen = mask[:, :past + count]               # given only once something is hidden, as users do
+                given = {} if seen.all() else dict(attention_mask=seen)
+                outputs.append(model(ids[:, past:past + count], past_key_values=cache, **given).logits)
+                past += count
+        logits.append(torch.cat(outputs, 1))
+    torch.testing.assert_close(logits[1][mask.bool()], logits[0][mask.bool()], rtol=0, atol=TOLERANCE)
+
+
+@functools.cache
+def chunked_model():
+    model = prepare(energise(tiny_model("llama4_text")))
+    model.set_attn_implementation("eager")
+    assert "chunked_attention" in model.config.layer_types and model.config.attention_chunk_size == 16
+    return model
 
 
 def causal(total: int, count: int, rows: int = 2) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from transformers import DynamicCache, MistralConfig
 
 from hf_sparse import PSACache, patched
+from hf_sparse.cache import window as window_module
 from hf_sparse.cache.window import SLACK, WindowLayer
+from hf_sparse.kernels import prefill
 from hf_sparse.kernels.reference.dense import exact_attention
 from hf_sparse.patches import checks
 from hf_sparse.patches.attention import psa_attention
@@ -66,6 +69,64 @@ def test_padding_takes_places_in_the_window():
     holes[0, :4] = holes[1, 2:5] = False
     one.feed(9, valid=holes)
     one.decode(8)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch) -> list[int]:
+    """Prompts go as on a GPU to the kernel, whose reference stands in for it; the lengths that did."""
+    calls: list[int] = []
+
+    def spied(query, *args):
+        output = prefill.window_attention(query, *args)
+        if output is not None:
+            calls.append(query.shape[2])
+        return output
+
+    monkeypatch.setattr(prefill, "_kernel_runs", lambda *parts: True)
+    monkeypatch.setattr(window_module, "window_attention", spied)
+    return calls
+
+
+@pytest.mark.parametrize("window", [1, 6, 40])
+def test_prompts_go_to_the_kernel(window, kernel_calls):
+    one = make(window, layers=1)
+    for size in (100, 5, 71, 16):
+        one.feed(size, batch=2)
+        one.decode(2)
+    one.crop(9)
+    one.reorder([1, 0])
+    one.feed(33)
+    assert kernel_calls == [100, 71, 16, 33]
+
+
+def test_padded_rows_do_not(kernel_calls):
+    """The kernel knows no padding, and what the ring has of it may be seen for a long time."""
+    one = make(layers=1)
+    one.feed(20, batch=2)
+    one.feed(30, valid=torch.arange(30) >= torch.tensor([[0], [19]]))
+    fork = one.fork()
+    one.feed(40)
+    fork.feed(41)
+    assert kernel_calls == [20]
+    one.cache.reset()
+    one.clear()
+    one.feed(50, batch=1)
+    assert kernel_calls == [20, 50]
+
+
+def test_what_is_hidden_later_is_not_seen_by_the_kernel(kernel_calls):
+    model = get_model("mistral")
+    ids = torch.randint(3, VOCAB_SIZE, (2, 60), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 20:40] = 0                                      # said only in the second turn
+    logits = []
+    for cache in (DynamicCache(config=model.config), None):
+        with torch.no_grad(), patched(model, min_context=0) if cache is None else contextlib.nullcontext():
+            cache = cache if cache is not None else PSACache(model.config, min_context=0)
+            model(ids[:, :40], attention_mask=torch.ones_like(ids[:, :40]), past_key_values=cache)
+            logits.append(model(ids[:, 40:], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert kernel_calls and set(kernel_calls) == {40}
 
 
 OPERATIONS = {
@@ -164,6 +225,16 @@ def test_recording_the_past_allows_longer_crops():
     one.feed(150)
     one.crop(150)
     one.decode(4)
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_a_refused_crop_advises_what_this_transformers_has(monkeypatch, records):
+    monkeypatch.setattr(window_module, "RECORDS_PAST", records)
+    one = make()
+    one.feed(200, batch=2)
+    with pytest.raises(ValueError, match=r"cache\.reset\(\) and feed the shorter text again.*Nothing was changed") as error:
+        one.crop(150)
+    assert ("activate_past_recording" in str(error.value)) is records
 
 
 def test_a_crop_that_one_layer_refuses_changes_no_other():

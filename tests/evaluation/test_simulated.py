@@ -8,6 +8,7 @@ import torch
 
 from hf_sparse import PSAConfig, patched
 from hf_sparse.evaluation import estimates, simulated_layer
+from hf_sparse.evaluation.choosing import Seen, choose
 from hf_sparse.evaluation.decoding import DenseDecodeError, answer, prefill
 from hf_sparse.evaluation.estimates import Estimator, LayerKeys
 from hf_sparse.evaluation.generated import FreeQuestion, generate_answer
@@ -118,13 +119,25 @@ def test_results_depend_neither_on_pieces_nor_on_what_was_asked_before(llama, mo
     assert found.stats() == pytest.approx(pieces.stats(), rel=1e-5)
 
 
-def test_a_threshold_of_one_reads_up_to_its_limit(llama):
-    _, rounds = run(llama, "psa@1.0/rounds/max_blocks=21")
-    _, cut = run(llama, "psa@1.0/cut/max_blocks=21")
+@pytest.mark.parametrize("policy", ["psa", "topp"])
+def test_a_threshold_of_one_reads_up_to_its_limit(llama, policy):
+    _, rounds = run(llama, f"{policy}@1.0/rounds/max_blocks=21")
+    _, cut = run(llama, f"{policy}@1.0/cut/max_blocks=21")
     for layer in (*rounds.layers(), *cut.layers()):
         assert (layer.read == 21).all()
-    everything = run(llama, "psa@1.0/dense_layers=1")[1].stats()
+    everything = run(llama, f"{policy}@1.0/dense_layers=1")[1].stats()
     assert everything["kv_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("reading", ["rounds", "cut"])
+@pytest.mark.parametrize("policy", ["psa", "topp"])
+def test_all_of_the_mass_is_every_block(policy, reading):
+    """Also where the last ones hold less than a float can tell from nothing."""
+    masses = 40 * torch.randn(2, 2, 3, 45, generator=torch.Generator().manual_seed(0))
+    each = lambda number: torch.full((2,), number)  # noqa: E731
+    seen = Seen(masses, masses, torch.zeros(2, 2, 3), None, lengths=each(360), start=each(42), forced=each(4), total=each(45))
+    chosen, _ = choose(parse_policy(f"{policy}@1.0/{reading}/max_blocks=38", BASE), seen)
+    assert (chosen.sum(-1) == 38 - 4).all()
 
 
 def test_questions_of_one_batch_are_answered_as_alone(llama):

@@ -229,6 +229,17 @@ def test_top_p_goes_by_estimates_alone(top_p, group_stop):
     assert len(set(counts)) > 1
 
 
+@pytest.mark.parametrize("policy", ["threshold", "top_p"])
+def test_all_of_it_is_everything(policy):
+    """Also where the last blocks hold less than a float can tell from nothing."""
+    problem = make_problem([190, 41], heads=3, group=4)
+    estimate = 40 * estimates_of(problem, noise=1.0)
+    settings = dict(bounds=references.round_bounds(estimate.shape[-1], 2, 1.25), policy=policy, threshold=1.0)
+    _, _, (_, _, read, _) = step(problem, problem.resident(), estimate, **settings)
+    candidates = (tail_start(problem.lengths) - SINK).clamp(min=0)
+    assert torch.equal(read, candidates[:, None].expand_as(read))
+
+
 @pytest.mark.parametrize("most", [0, 1, 5, 30])
 def test_top_k_reads_exactly_as_many(most):
     problem = make_problem([120, 61, 9], heads=2, group=2)

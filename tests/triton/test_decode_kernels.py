@@ -102,6 +102,20 @@ def test_reading_everything_is_dense_attention(query_heads, heads, dim, value_di
     assert torch.equal(twins.ours.lengths, twins.reference.lengths)
 
 
+@pytest.mark.parametrize("settings", [dict(), dict(group_stop="min"), dict(reuse=4, reuse_refresh=0), dict(top_p=0.9999)],
+                         ids=["mean", "min", "reuse", "below-one"])  # fmt: skip
+def test_top_p_of_one_reads_everything(settings):
+    """Also where attention is so peaked that most blocks hold nothing that a float could tell from no mass."""
+    twins = make_twins(scale=12.0, **{"block_size": 8, "policy": "top_p", "top_p": 1.0, **settings})
+    everything = twins.ours.config.top_p == 1.0
+    for _ in range(2):
+        query, ours, _ = twins.step()
+        if everything:
+            torch.testing.assert_close(ours.double(), float64_attention(twins.reference, query), rtol=1e-4, atol=1e-5)
+    for layer in (twins.ours, twins.reference):
+        assert (layer.stats.as_dict(0, "psa", False)["kv_fraction"] == 1.0) is everything
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (5.0, False), (0.0, True)], ids=["plain", "softcap", "sinks"])
 def test_softcap_sinks_and_types(dtype, softcap, sinks):

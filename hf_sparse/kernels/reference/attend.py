@@ -63,7 +63,7 @@ def attend(tiers, query, table, order, rest, candidates, count, floor, output, m
         return torch.exp(captured - finite(torch.logaddexp(captured, left)))
 
     def passed(coverage, done: int):
-        if policy == "top_k" or (policy == "threshold" and threshold >= 1.0):
+        if policy == "top_k" or threshold >= 1.0:
             return torch.zeros(B, H, dtype=torch.bool, device=query.device)
         reached = coverage.amin(-1) if group_min else coverage.mean(-1)
         reached = (reached >= threshold) & (floor <= done)[:, None]
