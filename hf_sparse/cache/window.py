@@ -154,8 +154,9 @@ class WindowLayer(LayerProtocol):
             if mask.dtype == torch.bool:
                 mask = mask | ~mask.any(-1, keepdim=True)
             return exact_attention(query, keys, values, mask, scaling, softcap, sinks)
-        if self.chunk is None and not self.padded:
-            output = window_attention(query, keys, values, self.window, scaling, softcap, sinks)
+        first_ones = valid is not None and keys.shape[2] == count      # later, padding lies between what the window holds
+        if self.chunk is None and (first_ones or not self.padded):
+            output = window_attention(query, keys, values, self.window, scaling, softcap, sinks, valid)
             if output is not None:
                 return output
         outputs = []
@@ -225,7 +226,7 @@ class WindowLayer(LayerProtocol):
         self._flush()
         self.length -= self.to_remove(tokens)
         if self.length == 0:
-            self.oldest = 0
+            self.oldest, self.padded = 0, False
 
     def fork(self, state: CacheState) -> WindowLayer:
         self._flush()

@@ -74,17 +74,29 @@ def causal_attention(query, keys, values, scaling: float, softcap: float = 0.0, 
     return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
 
 
-def window_attention(query, keys, values, window: int, scaling: float, softcap: float = 0.0, sinks=None) -> torch.Tensor | None:
-    """Attention of the last Q of T tokens, none of them padding, within a sliding window: by the kernel, or None where PyTorch
-    is to do it: without a GPU, in fp32, and for few queries.
+def window_attention(query, keys, values, window: int, scaling: float, softcap: float = 0.0, sinks=None,
+                     valid: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Attention of the last Q of T tokens within a sliding window: by the kernel, or None where PyTorch is to do it: without a
+    GPU, in fp32, for few queries, and with padding elsewhere than on the left.
 
     Args:
         window: tokens that a query sees, its own among them.
+        valid: [B, T] bool, of Q = T tokens: which are no padding, whose queries may get anything. Synchronises. None: all.
         others: see `streaming_attention`.
     """
     if query.shape[2] < FEW_QUERIES or not _kernel_runs(query, keys, values):
         return None
-    return streaming_attention(query, keys, values, None, 0, window, scaling, softcap, sinks)
+    if valid is None:
+        return streaming_attention(query, keys, values, None, 0, window, scaling, softcap, sinks)
+    if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
+        return None                                         # it takes places of the window, which the kernel doesn't know
+    # Behind the text, padding is seen by none of it, and distances within the text stay what they were.
+    tokens = valid.shape[1]
+    order = torch.arange(tokens, device=valid.device) + (tokens - valid.sum(1))[:, None]
+    order = (order % tokens)[:, None, :, None]
+    turned = [part.gather(2, order.expand(-1, part.shape[1], -1, part.shape[3])) for part in (query, keys, values)]
+    output = streaming_attention(*turned, None, 0, window, scaling, softcap, sinks)
+    return torch.empty_like(output).scatter_(2, order.expand_as(output), output)
 
 
 def prefill_attention(query, keys, values, streaming: tuple[int, ...], sink: int, window: int, scaling: float,

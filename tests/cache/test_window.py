@@ -99,8 +99,16 @@ def test_prompts_go_to_the_kernel(window, kernel_calls):
     assert kernel_calls == [100, 71, 16, 33]
 
 
-def test_padded_rows_do_not(kernel_calls):
-    """The kernel knows no padding, and what the ring has of it may be seen for a long time."""
+@pytest.mark.parametrize("window", [1, 6, 40])
+def test_a_first_prompt_with_padding_on_the_left_goes_there_too(window, kernel_calls):
+    one = make(window, layers=1)
+    one.feed(50, batch=4, valid=torch.arange(50) >= torch.tensor([[0], [9], [33], [49]]))
+    one.decode(3)
+    assert kernel_calls == [50]
+
+
+def test_other_padding_does_not(kernel_calls):
+    """What the ring has of it may be seen for a long time, and holes take places of the window."""
     one = make(layers=1)
     one.feed(20, batch=2)
     one.feed(30, valid=torch.arange(30) >= torch.tensor([[0], [19]]))
@@ -108,10 +116,15 @@ def test_padded_rows_do_not(kernel_calls):
     one.feed(40)
     fork.feed(41)
     assert kernel_calls == [20]
+    one.crop(one.length)
+    holes = torch.ones(2, 50, dtype=torch.bool)
+    holes[0, :3] = holes[1, 20:24] = False
+    one.feed(50, batch=2, valid=holes)
+    assert kernel_calls == [20]
     one.cache.reset()
     one.clear()
-    one.feed(50, batch=1)
-    assert kernel_calls == [20, 50]
+    one.feed(51, batch=1)
+    assert kernel_calls == [20, 51]
 
 
 def test_what_is_hidden_later_is_not_seen_by_the_kernel(kernel_calls):
