@@ -117,14 +117,17 @@ def test_other_padding_does_not(kernel_calls):
     fork.feed(41)
     assert kernel_calls == [20]
     one.crop(one.length)
+    one.feed(17, batch=2)
+    assert kernel_calls == [20, 17]
+    one.crop(one.length)
     holes = torch.ones(2, 50, dtype=torch.bool)
     holes[0, :3] = holes[1, 20:24] = False
     one.feed(50, batch=2, valid=holes)
-    assert kernel_calls == [20]
+    assert kernel_calls == [20, 17]
     one.cache.reset()
     one.clear()
     one.feed(51, batch=1)
-    assert kernel_calls == [20, 51]
+    assert kernel_calls == [20, 17, 51]
 
 
 def test_what_is_hidden_later_is_not_seen_by_the_kernel(kernel_calls):

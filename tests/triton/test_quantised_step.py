@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_sparse.cache.handle import Pending
-from hf_sparse.kernels import decode, tiering
+from hf_sparse.kernels import attend_packed, decode, tiering
 from hf_sparse.sizes import parse_bytes
 from tests.triton.test_decode_kernels import Twins, float64_attention, make_twins
 from tests.triton.test_tiered_step import Run
@@ -70,6 +70,16 @@ def test_kernels_equal_the_reference(name):
 def test_a_chunk_of_fewer_blocks_than_a_program_reads_at_once(name, monkeypatch):
     monkeypatch.setattr(decode.TUNING, "reading_packed", decode.Reading(chunk_blocks=1, tile=64, warps=1, waves=2))
     twins = twins_of(name, tokens=253)
+    query, ours, reference = twins.step()
+    torch.testing.assert_close(ours, reference, rtol=3e-5, atol=3e-5)
+    torch.testing.assert_close(ours.double(), float64_attention(twins.reference, query), rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_order_of_value_rows_changes_nothing(rows, monkeypatch):
+    """It is that of the installed Triton, and another one's elsewhere."""
+    monkeypatch.setattr(attend_packed, "_NIBBLE_ROWS", rows)
+    twins = twins_of("halves", tokens=190)
     query, ours, reference = twins.step()
     torch.testing.assert_close(ours, reference, rtol=3e-5, atol=3e-5)
     torch.testing.assert_close(ours.double(), float64_attention(twins.reference, query), rtol=3e-5, atol=3e-5)
